@@ -1,0 +1,166 @@
+"""The host's vocabulary: what is asked, what is scheduled, what comes back. No jax here."""
+
+from dataclasses import dataclass, field
+
+from octavo.sampling.params import SamplingParams
+
+FINISH_STOP = "stop"
+FINISH_LENGTH = "length"
+FINISH_ABORT = "abort"
+FINISH_ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample of one prompt. A call with n > 1 becomes n requests that differ in sample_index.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt: token ids, at least one.
+        params: validated; max_tokens is resolved (never None) and the seed is drawn at admission.
+        eos_ids: ids that end the sample unless params.ignore_eos.
+        sample_index: 0 .. n-1; part of the key of every random draw.
+        priority: lower runs first.
+        cache_salt: part of the prefix-cache key; equal salts share pages.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+    sample_index: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Raw-logit log-probability of a token, its rank (1 = most likely), and the likeliest tokens."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """News of one request: tokens it gained, and how it ended if it did.
+
+    Attributes:
+        token_ids: new tokens, in order; a stop id that ended the sample is included.
+        logprobs: one entry a new token when asked for, else empty.
+        prompt_logprobs: whole list, on the event of the first token (entry 0 is None), when asked.
+        finish_reason: "stop", "length", "abort", "error" or None while it runs.
+        stop_token: id that ended it, when finish_reason is "stop".
+        error: message when finish_reason is "error".
+        cached_tokens: prompt tokens served from the prefix cache.
+        preemptions: times the request was preempted so far.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One row of a step.
+
+    Attributes:
+        request_id: whose row.
+        slot: stable row slot on the device, 0 .. max_num_seqs-1, held from admission to the end
+            or preemption.
+        start: position of the first token computed (= keys already in the cache).
+        tokens: ids known on the host, start onward. A decode row whose input token is still on
+            the device (sampled by the step in flight) has tokens == () and from_previous True.
+        from_previous: the one input token is the row's last sampled token, on the device.
+        num_steps: decode steps reserved for this row in this dispatch (1 unless multi-step);
+            its pages cover start + len + num_steps - 1 tokens.
+        samples: whether the last position's logits are sampled (False for a prefill chunk that
+            is not the last).
+        block_table: pages of the row in order.
+        reset: the row's device state (penalty counts, ...) must be built anew from
+            `history`: True on the first chunk after admission or preemption.
+        prompt_len: tokens of the prompt proper (emitted tokens being recomputed not counted).
+        generated: tokens sampled before this dispatch, those in flight included.
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    from_previous: bool
+    num_steps: int
+    samples: bool
+    block_table: tuple[int, ...]
+    reset: bool
+    prompt_len: int
+    generated: int
+    request: Request
+
+    @property
+    def query_len(self) -> int:
+        """Tokens this row computes in the (first) step."""
+        return 1 if self.from_previous else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One dispatch: rows in order, decode rows first.
+
+    num_steps > 1 only when every row is a decode row.
+    """
+
+    step_id: int
+    rows: tuple[ScheduledRow, ...]
+    num_steps: int = 1
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row computes one token."""
+        return all(row.query_len == 1 for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the (first) step."""
+        return sum(row.query_len for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What the device returned for one row of a batch.
+
+    token_ids holds at most row.num_steps tokens, fewer when the device saw a stop id; it is
+    empty for a row that did not sample. `error` fails the request alone (NaN logits).
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters and gauges since start, for metrics and `/stats`."""
+
+    steps: int = 0
+    waiting: int = 0
+    running: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    compiles_after_warmup: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
