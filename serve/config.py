@@ -1,0 +1,150 @@
+"""Settings of the engine and the server. Every field here is a flag, a config-file key and a keyword.
+
+Plain frozen dataclasses, validated on construction; `describe` turns a bad field into one message
+that names it and the accepted range. No jax here.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+AUTO = "auto"
+LOAD_FORMATS = ("auto", "hf", "gguf", "orbax", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_IMPLS = ("auto", "reference", "xla", "mosaic")
+PAGE_SIZES = (16, 32, 64, 128)
+
+
+def setting(default: Any, help_text: str) -> Any:
+    """A dataclass field whose help is shown by `--help`."""
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine serves and how large it may grow. `auto` fields depend on model and device."""
+
+    model: str = setting("smollm2", "path, Hugging Face id, or a packaged demo model (smollm2)")
+    tokenizer: str = setting("", "folder or GGUF to take the tokenizer from; empty: the model's")
+    load_format: str = setting(AUTO, f"one of {', '.join(LOAD_FORMATS)}; dummy: random weights")
+    generation_config: str = setting(AUTO, "auto: the model's default sampling; none: ignore it")
+    dtype: str = setting(AUTO, "weights and cache; auto: the checkpoint's, float32 on CPU")
+    mesh: str = setting("", "tensor=N shards the model over N devices; empty: one device")
+    attention: str = setting(AUTO, f"implementation: one of {', '.join(ATTENTION_IMPLS)}")
+    max_model_len: int | str = setting(AUTO, "longest prompt + output; auto: the largest that fits")
+    page_size: int | str = setting(
+        AUTO, "tokens a KV page, 16/32/64/128; auto: 64 on GPU, 16 on CPU"
+    )
+    num_pages: int | str = setting(AUTO, "KV pages; auto: sized from free memory and kv_fraction")
+    kv_fraction: float = setting(
+        0.9, "share of device memory for weights, KV and temporaries, (0, 1]"
+    )
+    max_num_seqs: int | str = setting(AUTO, "rows that run at once; auto: 256 on GPU, 16 on CPU")
+    max_batch_tokens: int | str = setting(
+        AUTO, "tokens a step computes at most; auto: 8192 on GPU, 512 on CPU"
+    )
+    max_decode_steps: int = setting(8, "decode steps in one dispatch at most, 1 .. 64")
+    overlap: bool = setting(True, "dispatch step n+1 before step n's tokens are read")
+    prefix_caching: bool = setting(True, "share KV pages between equal prompt prefixes")
+    ageing_seconds: float = setting(
+        5.0, "a waiting request gains a priority level each such period"
+    )
+    max_waiting: int = setting(4096, "requests that may wait for admission")
+    warmup: str = setting(
+        AUTO, "all: compile every bucket at start; lazy: at first use; auto: lazy"
+    )
+    artefact_dir: str = setting(AUTO, "where compiled programs are kept; empty: nowhere")
+    seed: int | None = setting(None, "seeds the requests that bring none; empty: from the system")
+    progress: bool = setting(False, "show progress bars while loading and compiling")
+
+    def __post_init__(self) -> None:
+        _one_of(self, "load_format", LOAD_FORMATS)
+        _one_of(self, "generation_config", (AUTO, "none"))
+        _one_of(self, "dtype", DTYPES)
+        _one_of(self, "attention", ATTENTION_IMPLS)
+        _one_of(self, "warmup", (AUTO, "all", "lazy"))
+        if not self.model:
+            raise ValueError("model must name a path, a Hugging Face id or a packaged model")
+        self.tensor_parallel  # noqa: B018  (validates mesh)
+        if self.page_size != AUTO:
+            _one_of(self, "page_size", PAGE_SIZES)
+        _auto_or_int(self, "max_model_len", 1)
+        _auto_or_int(self, "num_pages", 2)
+        _auto_or_int(self, "max_num_seqs", 1, 4096)
+        _auto_or_int(self, "max_batch_tokens", 1, 1 << 20)
+        _in_range(self, "max_decode_steps", 1, 64)
+        _in_range(self, "max_waiting", 1, 1 << 20)
+        _in_range(self, "kv_fraction", 0.01, 1.0)
+        _in_range(self, "ageing_seconds", 0.001, 1e6)
+        if self.seed is not None:
+            _in_range(self, "seed", 0, 2**63 - 1)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Devices that share the model; 1 without a mesh."""
+        if not self.mesh:
+            return 1
+        name, _, count = self.mesh.partition("=")
+        if name != "tensor" or not count.isdigit() or int(count) < 1:
+            raise ValueError(f"mesh must be empty or tensor=N with N >= 1, not {self.mesh!r}")
+        return int(count)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server around the engine."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on, 0 .. 65535; 0 picks a free one")
+    served_model_name: tuple[str, ...] = setting((), "names clients may use; empty: the model's")
+    api_key: str = setting("", "clients must send it as a bearer token; empty: no key")
+    drain_seconds: float = setting(30.0, "after SIGTERM, time for running requests to end")
+    request_timeout: float = setting(0.0, "seconds a request may take in all; 0: no limit")
+    max_body_bytes: int = setting(16 << 20, "largest request body in bytes")
+    watchdog_seconds: float = setting(120.0, "pending work without a finished step fails /health")
+    log_level: str = setting("info", "debug, info, warning or error")
+
+    def __post_init__(self) -> None:
+        _in_range(self, "port", 0, 65535)
+        _in_range(self, "drain_seconds", 0, 86400)
+        _in_range(self, "request_timeout", 0, 86400)
+        _in_range(self, "max_body_bytes", 1024, 1 << 30)
+        _in_range(self, "watchdog_seconds", 0.1, 86400)
+        _one_of(self, "log_level", ("debug", "info", "warning", "error"))
+
+
+def _one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
+    value = getattr(config, name)
+    if value not in allowed or isinstance(value, bool):
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+
+
+def _in_range(config: Any, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number in [{low}, {high}], not {value!r}")
+
+
+def _auto_or_int(config: Any, name: str, low: int, high: int = 1 << 40) -> None:
+    value = getattr(config, name)
+    if value == AUTO:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be auto or an integer in [{low}, {high}], not {value!r}")
+
+
+def override(config: Any, **values: Any) -> Any:
+    """`config` with fields replaced; an unknown name is an error that suggests the nearest one."""
+    known = {f.name for f in dataclasses.fields(config)}
+    for name in values:
+        if name not in known:
+            raise ValueError(unknown_field(name, known))
+    return dataclasses.replace(config, **values)
+
+
+def unknown_field(name: str, known: set[str]) -> str:
+    """Message for a mistyped setting."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
+    return f"unknown setting {name!r}{hint}"
