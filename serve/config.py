@@ -1,4 +1,4 @@
-"""Settings of the engine and the server. Every field here is a flag, a config-file key and a keyword.
+"""Settings of the engine and the server. Every field is a flag, a config key and a keyword.
 
 Plain frozen dataclasses, validated on construction; `describe` turns a bad field into one message
 that names it and the accepted range. No jax here.
@@ -23,7 +23,7 @@ def setting(default: Any, help_text: str) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine serves and how large it may grow. `auto` fields depend on model and device."""
+    """What the engine serves and how large it may grow; `auto` depends on model and device."""
 
     model: str = setting("smollm2", "path, Hugging Face id, or a packaged demo model (smollm2)")
     tokenizer: str = setting("", "folder or GGUF to take the tokenizer from; empty: the model's")

@@ -35,7 +35,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Raw-logit log-probability of a token, its rank (1 = most likely), and the likeliest tokens."""
+    """Raw-logit log-probability of a token, its rank (1 = likeliest), and the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -87,7 +87,8 @@ class ScheduledRow:
             is not the last).
         block_table: pages of the row in order.
         reset: the row's device state (penalty counts, ...) must be built anew from
-            `history`: True on the first chunk after admission or preemption.
+            the prompt and `emitted`: True on the first chunk after admission or preemption.
+        emitted: tokens sampled before a preemption, on a reset row; else empty.
         prompt_len: tokens of the prompt proper (emitted tokens being recomputed not counted).
         generated: tokens sampled before this dispatch, those in flight included.
     """
@@ -104,6 +105,7 @@ class ScheduledRow:
     prompt_len: int
     generated: int
     request: Request
+    emitted: tuple[int, ...] = ()
 
     @property
     def query_len(self) -> int:
