@@ -1,0 +1,90 @@
+"""The short list of padded shapes that programs are compiled for, and the choice among them."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Padded shape of a step: T tokens, S rows, P pages a row, longest query of a row.
+
+    max_query_len 1 is a decode step, where token r belongs to row r and tokens == rows.
+    """
+
+    tokens: int
+    rows: int
+    pages: int
+    max_query_len: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row of the bucket holds one token."""
+        return self.max_query_len == 1
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Classes of each dimension, ascending; the last of each is the engine's limit.
+
+    Attributes:
+        decode_rows: rows of a decode step.
+        mixed_tokens: tokens of a step that holds prefill chunks.
+        pages: pages of a row's block table (context classes).
+        max_num_seqs: rows of a step.
+    """
+
+    decode_rows: tuple[int, ...]
+    mixed_tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    max_num_seqs: int
+
+    def decode(self, rows: int, pages: int) -> Bucket:
+        """Smallest decode bucket for `rows` rows of up to `pages` pages."""
+        size = _at_least(self.decode_rows, rows)
+        return Bucket(size, size, _at_least(self.pages, pages), 1)
+
+    def mixed(self, tokens: int, rows: int, pages: int) -> Bucket:
+        """Smallest mixed bucket for `tokens` tokens in `rows` rows of up to `pages` pages."""
+        size = _at_least(self.mixed_tokens, max(tokens, rows))
+        return Bucket(size, min(size, self.max_num_seqs), _at_least(self.pages, pages), size)
+
+    def all(self) -> list[Bucket]:
+        """Every bucket, decode first: what warm-up compiles."""
+        decode = [Bucket(s, s, p, 1) for p in self.pages for s in self.decode_rows]
+        mixed = [
+            Bucket(t, min(t, self.max_num_seqs), p, t)
+            for p in self.pages
+            for t in self.mixed_tokens
+        ]
+        return decode + mixed
+
+
+def make_buckets(
+    max_num_seqs: int, max_batch_tokens: int, max_pages: int, *, fine: bool
+) -> Buckets:
+    """Classes up to the engine's limits.
+
+    `fine` (GPU) doubles from class to class, so at most half of a step is padding; coarse (CPU,
+    where a bucket costs seconds of compile) quadruples.
+    """
+    factor = 2 if fine else 4
+    return Buckets(
+        decode_rows=_classes(1, max_num_seqs, factor),
+        mixed_tokens=_classes(min(32, max_batch_tokens), max_batch_tokens, factor),
+        pages=_classes(128, max_pages, 8),
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def _classes(first: int, last: int, factor: int) -> tuple[int, ...]:
+    sizes = [min(first, last)]
+    while sizes[-1] < last:
+        sizes.append(min(sizes[-1] * factor, last))
+    return tuple(sizes)
+
+
+def _at_least(classes: tuple[int, ...], value: int) -> int:
+    index = bisect_left(classes, value)
+    if index == len(classes):
+        raise ValueError(f"{value} exceeds the largest class {classes[-1]}")
+    return classes[index]

@@ -1,0 +1,153 @@
+"""Programs compiled ahead of time: looked up by key, loaded from the artefact, or compiled once.
+
+After warm-up the set is sealed: a further compile is an error under `strict` (tests) and a counted,
+logged event otherwise, since it stalls every running request.
+"""
+
+import hashlib
+import logging
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from tqdm import tqdm
+
+from octavo.sampling.batch import SamplingFlags
+from octavo.serve.artefact import ArtefactStore
+from octavo.serve.buckets import Bucket
+
+log = logging.getLogger("octavo.compile")
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """Which program: its kind, and whatever static choices that kind has."""
+
+    kind: str
+    bucket: Bucket | None = None
+    flags: SamplingFlags | None = None
+    size: int = 0
+    stop_width: int = 0
+    stateful: bool = False
+
+    @property
+    def name(self) -> str:
+        """Short, stable file name."""
+        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:20]
+        return f"{self.kind}-{digest}"
+
+
+@dataclass(frozen=True)
+class Lowerable:
+    """A jitted function and the abstract arguments to lower it for."""
+
+    function: Any
+    args: tuple[Any, ...]
+
+
+@dataclass
+class CompileStats:
+    """How programs came to be, and when."""
+
+    compiled: int = 0
+    loaded: int = 0
+    after_seal: int = 0
+    compile_seconds: float = 0.0
+    load_seconds: float = 0.0
+    names: list[str] = field(default_factory=list)
+
+
+class Programs:
+    """The engine's executables. Thread-safe; each key is compiled at most once."""
+
+    def __init__(
+        self,
+        build: Callable[[ProgramKey], Lowerable],
+        store: ArtefactStore | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        self._build = build
+        self._store = store
+        self._strict = strict
+        self._programs: dict[ProgramKey, Any] = {}
+        self._lock = Lock()
+        self._sealed = False
+        self.stats = CompileStats()
+
+    def get(self, key: ProgramKey) -> Any:
+        """The executable of `key`; compiles or loads it if this is its first use."""
+        program = self._programs.get(key)
+        if program is None:
+            program = self._load(key) or self._compile(key)
+            self._programs[key] = program
+        return program
+
+    def warm(self, keys: Iterable[ProgramKey], *, workers: int, progress: bool = False) -> None:
+        """Make every key ready, compiling in parallel threads, then seal the set."""
+        todo = [key for key in keys if key not in self._programs]
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            done = pool.map(self.get, todo)
+            for _ in tqdm(done, "compiling", len(todo), disable=not progress, unit="program"):
+                pass
+        self._sealed = True
+
+    def memory(self) -> int:
+        """Largest temporary allocation of any program so far, in bytes."""
+        sizes = [program.memory_analysis() for program in self._programs.values()]
+        return max((size.temp_size_in_bytes for size in sizes if size is not None), default=0)
+
+    def _load(self, key: ProgramKey) -> Any:
+        payload = self._store.load(key.name) if self._store else None
+        if payload is None or self._store is None:
+            return None
+        start = time.perf_counter()
+        try:
+            program = serialize_executable.deserialize_and_load(*pickle.loads(payload))
+        except Exception as error:  # any failure to load means: build it anew
+            self._store.refuse(key.name, f"{type(error).__name__}: {error}")
+            return None
+        with self._lock:
+            self.stats.loaded += 1
+            self.stats.load_seconds += time.perf_counter() - start
+        return program
+
+    def _compile(self, key: ProgramKey) -> Any:
+        if self._sealed:
+            self._note_late(key)
+        start = time.perf_counter()
+        lowerable = self._build(key)
+        program = lowerable.function.lower(*lowerable.args).compile()
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self.stats.compiled += 1
+            self.stats.compile_seconds += seconds
+            self.stats.names.append(key.name)
+        log.info("compiled %s %s in %.1f s", key.kind, key.bucket or key.size, seconds)
+        if self._store:
+            self._store.save(key.name, pickle.dumps(serialize_executable.serialize(program)))
+        return program
+
+    def _note_late(self, key: ProgramKey) -> None:
+        if self._strict:
+            raise RuntimeError(f"compile after warm-up: {key}")
+        self.stats.after_seal += 1
+        log.warning("compile after warm-up stalls running requests: %s", key)
+
+
+def versions() -> dict[str, str]:
+    """What an executable depends on beside its program: device kind and compiler versions."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "platform_version": device.client.platform_version,
+        "jax": jax.__version__,
+        "count": str(len(jax.devices())),
+    }

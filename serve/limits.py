@@ -1,0 +1,102 @@
+"""How large the engine may grow: `auto` settings resolved, sizes checked before they are allocated.
+
+Plain arithmetic on numbers the runner measures; no jax here.
+"""
+
+from dataclasses import dataclass
+
+from octavo.serve.config import AUTO, EngineConfig
+
+GIB = 1 << 30
+CPU_KV_BYTES = 1 * GIB
+"""KV bytes an `auto` cache takes at most on CPU, where free memory is not the engine's alone."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the device that holds the model.
+
+    Attributes:
+        limit: what the process may use of the device.
+        weights: parameters.
+        temporaries: largest temporary allocation of a program.
+        page: one KV page over all layers.
+    """
+
+    limit: int
+    weights: int
+    temporaries: int
+    page: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Settings with every `auto` resolved. num_pages counts the padding page."""
+
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_batch_tokens: int
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest row."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def page_size_of(config: EngineConfig, *, on_gpu: bool) -> int:
+    """The page size, before anything else can be sized."""
+    return _resolved(config.page_size, 64 if on_gpu else 16)
+
+
+def resolve_limits(config: EngineConfig, model_len: int, memory: Memory, *, on_gpu: bool) -> Limits:
+    """Sizes that fit, or ValueError with the arithmetic.
+
+    `model_len` is the longest context the model was made for.
+    """
+    page_size = page_size_of(config, on_gpu=on_gpu)
+    rows = _resolved(config.max_num_seqs, 256 if on_gpu else 16)
+    tokens = max(_resolved(config.max_batch_tokens, 8192 if on_gpu else 512), rows)
+    wanted_len = _resolved(config.max_model_len, model_len)
+    budget = int(memory.limit * config.kv_fraction) - memory.weights - memory.temporaries
+    if config.num_pages == AUTO:
+        pages = _auto_pages(wanted_len, rows, page_size, budget, memory, on_gpu=on_gpu)
+    else:
+        pages = int(config.num_pages)
+        if pages * memory.page > budget:
+            raise ValueError(_does_not_fit(f"num_pages={pages}", pages, config, memory))
+    room = (pages - 1) * page_size
+    if config.max_model_len == AUTO:
+        wanted_len = min(wanted_len, room)
+    if wanted_len > room or room < 1:
+        needed = -(-wanted_len // page_size) + 1
+        raise ValueError(
+            f"max_model_len={wanted_len} needs {needed} pages of {page_size} tokens, "
+            f"but there are {pages}: " + _does_not_fit("it", needed, config, memory)
+        )
+    return Limits(page_size, pages, wanted_len, rows, tokens)
+
+
+def _auto_pages(
+    model_len: int, rows: int, page_size: int, budget: int, memory: Memory, *, on_gpu: bool
+) -> int:
+    """Pages that the budget holds, and no more than `rows` rows of full length could use."""
+    useful = rows * -(-model_len // page_size) + 1
+    if not on_gpu:
+        one_row = -(-model_len // page_size) + 1
+        budget = min(budget, max(CPU_KV_BYTES, min(one_row * memory.page, budget // 2)))
+    return max(min(budget // memory.page, useful), 0)
+
+
+def _does_not_fit(what: str, pages: int, config: EngineConfig, memory: Memory) -> str:
+    gib = lambda size: f"{size / GIB:.2f} GiB"  # noqa: E731
+    return (
+        f"{what} takes {pages} pages x {memory.page} B = {gib(pages * memory.page)}, beside weights "
+        f"{gib(memory.weights)} and temporaries {gib(memory.temporaries)}, of kv_fraction "
+        f"{config.kv_fraction} x {gib(memory.limit)} = {gib(int(memory.limit * config.kv_fraction))}"
+    )
+
+
+def _resolved(value: int | str, default: int) -> int:
+    return default if value == AUTO else int(value)

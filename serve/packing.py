@@ -1,0 +1,51 @@
+"""Many small host arrays as one int32 buffer: one transfer a dispatch instead of a dozen.
+
+A transfer costs about 85 us whatever its size up to 64 KiB, so a program's inputs travel as one
+buffer and are sliced apart on the device; floats and unsigned words travel as their bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+KINDS = {"i32": np.int32, "f32": np.float32, "u32": np.uint32}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a packed buffer: its name, static shape and element kind (i32, f32, u32)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str = "i32"
+
+    @property
+    def size(self) -> int:
+        """Words the array takes."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """The arrays of one program's input, in order."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def size(self) -> int:
+        """Words of the whole buffer."""
+        return sum(field.size for field in self.fields)
+
+    def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """One int32 buffer [size]. Each array must have its field's shape and kind."""
+        buffer = np.empty(self.size, np.int32)
+        start = 0
+        for field in self.fields:
+            array = arrays[field.name]
+            if array.shape != field.shape or array.dtype != KINDS[field.kind]:
+                raise ValueError(f"{field} was given {array.dtype}{array.shape}")
+            buffer[start : start + field.size] = array.reshape(-1).view(np.int32)
+            start += field.size
+        return buffer

@@ -1,0 +1,235 @@
+"""The device programs of a step: pure functions that compile.py turns into executables.
+
+`forward_step` and `sample_step` are two programs, so that a sampling variant costs a small compile
+and a grammar mask can be uploaded between them; `decode_loop` fuses both for several decode steps
+in one dispatch.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32, Int32
+
+from octavo.attention.contract import AttentionMeta
+from octavo.cache.layout import KVCache
+from octavo.model.config import ModelConfig
+from octavo.model.families import Family
+from octavo.sampling.batch import SamplingBatch, SamplingFlags
+from octavo.sampling.logprobs import logprobs_of
+from octavo.sampling.sampler import finite_rows, sample
+from octavo.sampling.state import RowState, record
+from octavo.serve.buckets import Bucket
+from octavo.serve.packing import PackLayout
+
+Params = dict
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What every program closes over: the model's functions and how attention is done."""
+
+    family: Family
+    config: ModelConfig
+    attention: str
+    mesh: Mesh | None
+    page_size: int
+
+
+def unpack(layout: PackLayout, buffer: Int32[Array, " n"]) -> dict[str, Array]:
+    """The arrays of a packed buffer, by name."""
+    arrays, start = {}, 0
+    for field in layout.fields:
+        words = buffer[start : start + field.size].reshape(field.shape)
+        dtype = {"i32": jnp.int32, "f32": jnp.float32, "u32": jnp.uint32}[field.kind]
+        arrays[field.name] = lax.bitcast_convert_type(words, dtype)
+        start += field.size
+    return arrays
+
+
+def forward_step(
+    graph: Graph,
+    bucket: Bucket,
+    layout: PackLayout,
+    params: Params,
+    cache: KVCache,
+    last_tokens: Int32[Array, " slots"],
+    packed: Int32[Array, " n"],
+) -> tuple[KVCache, Float32[Array, "S V"], Float[Array, "T E"]]:
+    """Write the step's keys, run the model, unembed each row's last token.
+
+    Returns the cache (the donated one), logits f32[S, V] of the rows' last tokens, and the hidden
+    states [T, E] that prompt log-probabilities are computed from.
+    """
+    x = unpack(layout, packed)
+    meta = AttentionMeta(
+        block_tables=x["block_tables"],
+        kv_lens=x["kv_lens"],
+        query_starts=x["query_starts"],
+        slots=x["slots"],
+        num_rows=x["num_rows"],
+        max_query_len=bucket.max_query_len,
+    )
+    tokens = resolve_tokens(x["tokens"], last_tokens)
+    hidden, cache = graph.family.forward(
+        params, graph.config, tokens, x["positions"], cache, meta, graph.attention, graph.mesh
+    )
+    rows = hidden if bucket.is_decode else hidden[x["last"]]
+    with jax.named_scope("unembed"):
+        logits = graph.family.unembed(params, graph.config, rows)
+    return cache, logits, hidden
+
+
+def resolve_tokens(
+    tokens: Int32[Array, " T"], last_tokens: Int32[Array, " slots"]
+) -> Int32[Array, " T"]:
+    """Token ids, where -1 - slot stands for the last token sampled in that row slot."""
+    return jnp.where(tokens < 0, last_tokens[jnp.maximum(-1 - tokens, 0)], tokens)
+
+
+def sampling_batch(x: dict[str, Array]) -> SamplingBatch:
+    """The sampler's input out of a packed one."""
+    names = SamplingBatch.__dataclass_fields__
+    return SamplingBatch(**{name: x[name] for name in names})
+
+
+def sample_step(
+    flags: SamplingFlags,
+    layout: PackLayout,
+    logits: Float32[Array, "S V"],
+    last_tokens: Int32[Array, " slots"],
+    state: RowState | None,
+    packed: Int32[Array, " n"],
+) -> tuple[Int32[Array, " slots"], RowState | None, Int32[Array, "S W"]]:
+    """Draw a token for each live row and note it in the device's per-slot state."""
+    x = unpack(layout, packed)
+    live = x["live"] > 0
+    tokens, out = draw(logits, sampling_batch(x), state, flags)
+    last_tokens = note_tokens(last_tokens, x["slot"], tokens, live)
+    if state is not None:
+        state = record(state, x["slot"], tokens, live)
+    return last_tokens, state, out
+
+
+def draw(
+    logits: Float32[Array, "S V"],
+    batch: SamplingBatch,
+    state: RowState | None,
+    flags: SamplingFlags,
+) -> tuple[Int32[Array, " S"], Int32[Array, "S W"]]:
+    """Tokens and their packed report: [token, finite, (logprob, rank, top ids, top logprobs)]."""
+    with jax.named_scope("sample"):
+        tokens = sample(logits, batch, state, flags)
+        columns = [tokens[:, None], finite_rows(logits).astype(jnp.int32)[:, None]]
+    if flags.logprobs >= 0:
+        columns += logprob_columns(logits, tokens, flags.logprobs)
+    return tokens, jnp.concatenate(columns, axis=1)
+
+
+def logprob_columns(
+    logits: Float32[Array, "S V"], tokens: Int32[Array, " S"], top_n: int
+) -> list[Int32[Array, "S _"]]:
+    """Log-probability, rank, top ids and top log-probabilities as int32 columns."""
+    with jax.named_scope("logprobs"):
+        found = logprobs_of(logits, tokens, top_n)
+    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+    columns = [as_bits(found.logprob)[:, None], found.rank[:, None]]
+    if top_n:
+        columns += [found.top_ids, as_bits(found.top_logprobs)]
+    return columns
+
+
+def note_tokens(
+    last_tokens: Int32[Array, " slots"],
+    slots: Int32[Array, " S"],
+    tokens: Int32[Array, " S"],
+    live: Array,
+) -> Int32[Array, " slots"]:
+    """`last_tokens` with live rows' tokens written; dead rows write nowhere."""
+    target = jnp.where(live, slots, last_tokens.shape[0])
+    return last_tokens.at[target].set(tokens, mode="drop")
+
+
+def decode_loop(
+    graph: Graph,
+    bucket: Bucket,
+    max_steps: int,
+    flags: SamplingFlags,
+    layout: PackLayout,
+    params: Params,
+    cache: KVCache,
+    last_tokens: Int32[Array, " slots"],
+    state: RowState | None,
+    packed: Int32[Array, " n"],
+) -> tuple[KVCache, Int32[Array, " slots"], RowState | None, Int32[Array, "k S W"]]:
+    """Up to `max_steps` decode steps with stop tests on the device.
+
+    A row runs num_steps[row] steps or until it draws a stop id; then it writes to the padding page
+    and its reports are -1. Returns reports i32[max_steps, S, W] (see `draw`).
+    """
+    x = unpack(layout, packed)
+    batch = sampling_batch(x)
+    rows = bucket.rows
+    width = 2 + (2 + 2 * flags.logprobs if flags.logprobs >= 0 else 0)
+    page = graph.page_size
+
+    def meta_at(i: Array, live: Array) -> tuple[Array, AttentionMeta]:
+        positions = x["starts"] + i
+        pages = jnp.take_along_axis(x["block_tables"], (positions // page)[:, None], axis=1)[:, 0]
+        slots = jnp.where(live, pages * page + positions % page, jnp.arange(rows) % page)
+        meta = AttentionMeta(
+            block_tables=x["block_tables"],
+            kv_lens=jnp.where(live, positions + 1, 0),
+            query_starts=jnp.arange(rows + 1, dtype=jnp.int32),
+            slots=slots,
+            num_rows=x["num_rows"],
+            max_query_len=1,
+        )
+        return positions, meta
+
+    def body(carry: tuple) -> tuple:
+        i, cache, state, tokens, live, out = carry
+        positions, meta = meta_at(i, live)
+        hidden, cache = graph.family.forward(
+            params, graph.config, tokens, positions, cache, meta, graph.attention, graph.mesh
+        )
+        logits = graph.family.unembed(params, graph.config, hidden)
+        step_batch = batch.advanced(i)
+        drawn, report = draw(logits, step_batch, state, flags)
+        if state is not None:
+            state = record(state, x["slot"], drawn, live)
+        out = out.at[i].set(jnp.where(live[:, None], report, -1))
+        tokens = jnp.where(live, drawn, tokens)
+        stopped = (drawn[:, None] == batch.stop_ids).any(axis=1)
+        live = live & ~stopped & (i + 1 < x["num_steps"])
+        return i + 1, cache, state, tokens, live, out
+
+    def unfinished(carry: tuple) -> Array:
+        return (carry[0] < max_steps) & carry[4].any()
+
+    tokens = resolve_tokens(x["tokens"], last_tokens)
+    live = (x["live"] > 0) & (x["num_steps"] > 0)
+    out = jnp.full((max_steps, rows, width), -1, jnp.int32)
+    init = (jnp.int32(0), cache, state, tokens, live, out)
+    _, cache, state, tokens, _, out = lax.while_loop(unfinished, body, init)
+    last_tokens = note_tokens(last_tokens, x["slot"], tokens, live)
+    return cache, last_tokens, state, out
+
+
+def prompt_logprobs_step(
+    graph: Graph,
+    top_n: int,
+    params: Params,
+    hidden: Float[Array, "T E"],
+    targets: Int32[Array, " T"],
+) -> Int32[Array, "T W"]:
+    """Log-probability columns of `targets` under the logits of each hidden state."""
+    logits = graph.family.unembed(params, graph.config, hidden)
+    return jnp.concatenate(logprob_columns(logits, targets, top_n), axis=1)
+
+
+def logits_step(graph: Graph, params: Params, hidden: Float[Array, "T E"]) -> Float32[Array, "T V"]:
+    """Logits of every hidden state, for `score`."""
+    return graph.family.unembed(params, graph.config, hidden)
