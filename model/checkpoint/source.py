@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from octavo.model.config import ModelConfig
+if TYPE_CHECKING:  # ModelConfig brings jax, which readers of metadata alone must not
+    from octavo.model.config import ModelConfig
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is refused; the message names the file and, where it applies, the tensor."""
+    """A refused checkpoint; the message names the file and, where it applies, the tensor."""
 
 
 class TensorSource(Protocol):
@@ -56,7 +57,7 @@ class Checkpoint:
         format: "hf", "gguf", "orbax" or "dummy".
     """
 
-    config: ModelConfig
+    config: "ModelConfig"
     params: Any
     eos_ids: tuple[int, ...]
     generation: dict[str, Any] = field(default_factory=dict)
