@@ -1,0 +1,185 @@
+"""The one decoder graph that the dense families share; what differs is in ModelConfig.
+
+Parameters of a layer (optional ones as the config says), K KV heads of G query heads each:
+
+    attn_norm [E]   qkv [E, K, G+2, D]: for each KV head its query heads, then k, then v
+    qkv_bias [K, G+2, D]   q_norm, k_norm [D]   out [K, G, D, E]   out_bias [E]
+    mlp_norm [E]   gate_up [E, 2, F]   gate_up_bias [2, F]   down [F, E]   down_bias [E]
+    attn_post_norm, mlp_post_norm [E]
+
+and of the model: embed [V, E], layers (a tuple), final_norm [E], head [E, V] unless tied. One
+product computes q, k and v, one gate and up: narrow products are what keeps a decode step from
+the speed of memory. Layers are unrolled: a scan over stacked weights copies each of them out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32
+
+from octavo.attention.api import attend, write
+from octavo.attention.contract import AttentionMeta
+from octavo.cache.layout import KVCache, LayerCache
+from octavo.model.config import ModelConfig, RopeConfig
+from octavo.model.layers import contract, fan_in_scale, gated_mlp, project, rms_norm, soft_cap
+from octavo.model.params import ParamSpec
+from octavo.model.rope import apply_rope, rope_tables
+from octavo.model.sharding import TENSOR
+
+Params = dict[str, Any]
+Tables = dict[RopeConfig, tuple[Array, Array]]
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """The tree of ParamSpec of a model, as the module's docstring lays it out."""
+    vocab, embed = config.vocab_size, config.hidden_size
+    layer = _abstract_layer(config)
+    params: Params = {
+        "embed": ParamSpec((vocab, embed), config.dtype, ("vocab", None)),
+        "layers": tuple(dict(layer) for _ in config.layers),
+        "final_norm": _norm(config, embed),
+    }
+    if not config.tie_embeddings:
+        params["head"] = ParamSpec(
+            (embed, vocab), config.dtype, (None, "vocab"), scale=fan_in_scale(embed)
+        )
+    return params
+
+
+def _norm(config: ModelConfig, size: int) -> ParamSpec:
+    return ParamSpec((size,), config.dtype, (None,), "zeros" if config.norm_offset else "ones")
+
+
+def _abstract_layer(config: ModelConfig) -> Params:
+    embed, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    kv_heads, group, dtype = config.num_kv_heads, config.group_size, config.dtype
+
+    def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> ParamSpec:
+        return ParamSpec(shape, dtype, axes, scale=fan_in_scale(fan_in))
+
+    def bias(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamSpec:
+        return ParamSpec(shape, dtype, axes)
+
+    heads = ("kv_heads", None, None)
+    layer: Params = {
+        "attn_norm": _norm(config, embed),
+        "qkv": weight((embed, kv_heads, group + 2, dim), (None, *heads), embed),
+        "out": weight((kv_heads, group, dim, embed), (*heads, None), config.num_heads * dim),
+        "mlp_norm": _norm(config, embed),
+        "gate_up": weight((embed, 2, ffn), (None, None, "mlp"), embed),
+        "down": weight((ffn, embed), ("mlp", None), ffn),
+    }
+    if config.qkv_bias:
+        layer["qkv_bias"] = bias((kv_heads, group + 2, dim), heads)
+    if config.out_bias:
+        layer["out_bias"] = bias((embed,), (None,))
+    if config.mlp_bias:
+        layer["gate_up_bias"] = bias((2, ffn), (None, "mlp"))
+        layer["down_bias"] = bias((embed,), (None,))
+    if config.qk_norm:
+        layer |= {"q_norm": _norm(config, dim), "k_norm": _norm(config, dim)}
+    if config.post_norms:
+        layer |= {"attn_post_norm": _norm(config, embed), "mlp_post_norm": _norm(config, embed)}
+    return layer
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    cache: KVCache,
+    meta: AttentionMeta,
+    impl: str = "auto",
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it.
+
+    `meta` says which row each token belongs to; positions are absolute within the row. A mesh
+    makes attention run per device over its KV heads; the rest follows the weights' shardings.
+    """
+    with jax.named_scope("embed"):
+        x = params["embed"][tokens]
+        if config.embedding_scale != 1.0:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        tables: Tables = {rope: rope_tables(rope, config.head_dim, positions) for rope in ropes}
+    layers: list[LayerCache] = []
+    for index, weights in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{index}"):
+            rope = tables[config.layers[index].rope]
+            x, layer = _attention(
+                weights, config, index, x, rope, cache.layers[index], meta, impl, mesh
+            )
+            x = _mlp(weights, config, x)
+        layers.append(layer)
+    with jax.named_scope("final_norm"):
+        x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
+    return x, KVCache(tuple(layers))
+
+
+@jax.named_scope("attention")
+def _attention(
+    weights: Params,
+    config: ModelConfig,
+    index: int,
+    x: Array,
+    rope: tuple[Array, Array],
+    layer: LayerCache,
+    meta: AttentionMeta,
+    impl: str,
+    mesh: Mesh | None,
+) -> tuple[Array, LayerCache]:
+    """x + attention(norm(x)), and the layer's cache with the new keys and values."""
+    group, eps, offset = config.group_size, config.norm_eps, config.norm_offset
+    with jax.named_scope("qkv"):
+        normed = rms_norm(x, weights["attn_norm"], eps, offset)
+        qkv = project(normed, weights["qkv"], weights.get("qkv_bias"))
+        q = qkv[:, :, :group].reshape(-1, config.num_heads, config.head_dim)
+        k, v = qkv[:, :, group], qkv[:, :, group + 1]
+    with jax.named_scope("rope"):
+        if config.qk_norm:
+            q = rms_norm(q, weights["q_norm"], eps, offset)
+            k = rms_norm(k, weights["k_norm"], eps, offset)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    with jax.named_scope("kv_write"):
+        layer = write(layer, k, v, meta)
+    with jax.named_scope("attend"):
+        spec = config.attention_spec(index, None if mesh is None else TENSOR)
+        mixed = attend(q, layer, meta, spec, impl=impl, mesh=mesh)
+    with jax.named_scope("out"):
+        mixed = mixed.reshape(-1, config.num_kv_heads, group, config.head_dim)
+        out = project(mixed, weights["out"], weights.get("out_bias"), dims=3)
+        if config.post_norms:
+            out = rms_norm(out, weights["attn_post_norm"], eps, offset)
+    return x + out, layer
+
+
+@jax.named_scope("mlp")
+def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
+    """x + mlp(norm(x))."""
+    out = gated_mlp(
+        rms_norm(x, weights["mlp_norm"], config.norm_eps, config.norm_offset),
+        weights["gate_up"],
+        weights["down"],
+        config.activation,
+        weights.get("gate_up_bias"),
+        weights.get("down_bias"),
+    )
+    if config.post_norms:
+        out = rms_norm(out, weights["mlp_post_norm"], config.norm_eps, config.norm_offset)
+    return x + out
+
+
+@jax.named_scope("unembed")
+def unembed(
+    params: Params, config: ModelConfig, hidden: Float[Array, "R E"]
+) -> Float[Array, "R V"]:
+    """float32 logits of hidden states; a tied model multiplies by its embeddings."""
+    if config.tie_embeddings:
+        logits = contract(hidden, params["embed"], axis=1)
+    else:
+        logits = contract(hidden, params["head"])
+    return soft_cap(logits, config.logit_soft_cap)
