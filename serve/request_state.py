@@ -1,0 +1,215 @@
+"""What the scheduler knows of one live request. No jax."""
+
+from octavo.cache.blocks import BlockTable, pages_for
+from octavo.cache.prefix import PageChain
+from octavo.serve.types import (
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Request,
+    RowResult,
+    ScheduledRow,
+    TokenEvent,
+    TokenLogprob,
+)
+
+NO_SLOT = -1
+
+
+class RequestState:
+    """One live request, waiting (no slot) or running (a slot and pages).
+
+    Attributes:
+        request: as asked.
+        rank: (arrival + ageing_seconds * priority, serial); lower runs first, and never changes.
+        tokens: the prompt and every committed token.
+        limit: tokens to generate at most.
+        stop_ids: ids that end the sample.
+        final_pages: pages at its longest; the last token's keys are never needed.
+        slot: row slot, or NO_SLOT while waiting.
+        table: its pages.
+        room: tokens that the table holds.
+        computed: tokens whose keys are written once every dispatched batch has run.
+        drawn: tokens sampled, those in flight included.
+        pending: of these, the ones in flight.
+        decoding: every known token is computed or in flight, so that one token a step follows.
+        fresh: the next row is the first since admission.
+        chain: digests of its full pages; None when its pages must not be shared.
+        registered: leading pages that the index has been told of.
+        finished: it has ended, and what is still in flight for it is dropped.
+        prompt_logprobs: entries so far (entry 0 is None); None when not asked for, or delivered.
+        cached_tokens: prompt tokens found in the prefix index when first admitted.
+        preemptions: times it lost its row.
+        admissions: times it was given a row.
+        arrived, admitted, first_token: seconds on the caller's clock: its arrival, its first
+            admission (its arrival until then), its first news (None until then).
+    """
+
+    __slots__ = (
+        "admissions",
+        "admitted",
+        "arrived",
+        "cached_tokens",
+        "chain",
+        "computed",
+        "decoding",
+        "drawn",
+        "final_pages",
+        "finished",
+        "first_token",
+        "fresh",
+        "limit",
+        "pending",
+        "preemptions",
+        "prompt_len",
+        "prompt_logprobs",
+        "rank",
+        "registered",
+        "request",
+        "request_id",
+        "room",
+        "slot",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, rank: tuple[float, int], page_size: int, arrived: float
+    ) -> None:
+        params = request.params
+        assert params.max_tokens is not None, "admission resolves max_tokens"
+        self.request = request
+        self.request_id = request.request_id
+        self.rank = rank
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.limit = params.max_tokens
+        self.stop_ids = frozenset(request.stop_ids)
+        self.final_pages = pages_for(longest_sequence(request), page_size)
+        self.drawn = 0
+        self.pending = 0
+        self.finished = False
+        self.chain: PageChain | None = None
+        wants_prompt = params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if wants_prompt else None
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.arrived = arrived
+        self.admitted = arrived
+        self.admissions = 0
+        self.first_token: float | None = None
+        self.leave_row()
+
+    @property
+    def emitted(self) -> int:
+        """Committed generated tokens."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def may_hit(self) -> bool:
+        """Whether prefix pages may stand for computing: not while prompt logprobs are missing."""
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
+
+    def leave_row(self) -> None:
+        """Forget slot, pages and progress in the cache; the tokens stand."""
+        self.slot = NO_SLOT
+        self.table = BlockTable(0)
+        self.room = 0
+        self.computed = 0
+        self.decoding = False
+        self.fresh = True
+        self.registered = 0
+
+    def accept(self, row: ScheduledRow, result: RowResult) -> TokenEvent | None:
+        """Take what the device returned for one of its rows; None if that is no news.
+
+        Tokens past a stop id are dropped. The caller releases what an ended request holds.
+        """
+        if result.error is not None:
+            return self.event(finish_reason=FINISH_ERROR, error=result.error)
+        if self.prompt_logprobs is not None:
+            # A chunk computed anew after preemption repeats entries; the first ones stand.
+            self.prompt_logprobs.extend(
+                result.prompt_logprobs[len(self.prompt_logprobs) - (row.start + 1) :]
+            )
+            if row.start + row.query_len >= self.prompt_len and not self.may_hit:
+                return self.event(finish_reason=FINISH_ERROR, error="prompt logprobs are missing")
+        if not row.samples:
+            scored = self.limit == 0 and row.start + row.query_len == self.prompt_len
+            return self.event(finish_reason=FINISH_LENGTH) if scored else None
+        self.pending -= row.num_steps
+        return self._accept_tokens(row, result)
+
+    def _accept_tokens(self, row: ScheduledRow, result: RowResult) -> TokenEvent:
+        tokens, stop_token = result.token_ids, None
+        for index, token in enumerate(tokens):
+            if token in self.stop_ids:
+                tokens, stop_token = tokens[: index + 1], token
+                break
+        if stop_token is None and len(tokens) != row.num_steps:
+            error = f"{len(tokens)} tokens came back for {row.num_steps} steps"
+            return self.event(finish_reason=FINISH_ERROR, error=error)
+        self.tokens.extend(tokens)
+        reason = None
+        if stop_token is not None:
+            reason = FINISH_STOP
+        elif self.emitted >= self.limit:
+            reason = FINISH_LENGTH
+        return self.event(tokens, result.logprobs[: len(tokens)], reason, stop_token)
+
+    def event(
+        self,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish_reason: str | None = None,
+        stop_token: int | None = None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        """News of this request; complete prompt logprobs go out once, with the first."""
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None and self.may_hit:
+            prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), None
+        return TokenEvent(
+            self.request_id,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            finish_reason,
+            stop_token,
+            error,
+            self.cached_tokens,
+            self.preemptions,
+        )
+
+    def check(self, pending: int, page_size: int) -> None:
+        """Assert what holds between calls; `pending` are its sampled tokens in flight."""
+        assert self.pending == pending, "tokens in flight are miscounted"
+        assert self.drawn == self.emitted + self.pending, "drawn tokens are miscounted"
+        assert self.emitted < max(self.limit, 1), "it should have ended"
+        assert self.drawn <= self.limit, "more is in flight than may be drawn"
+        assert not self.finished
+        if self.slot == NO_SLOT:
+            assert len(self.table) == self.room == self.computed == self.registered == 0
+            return
+        assert self.room == len(self.table) * page_size
+        assert len(self.table) <= self.final_pages, "the table outgrew its request"
+        assert self.registered * page_size <= self.computed <= self.room
+        known = len(self.tokens)
+        if self.decoding:
+            ahead = self.pending - 1 if self.limit else 0
+            assert self.computed == known + ahead, "a decode row's progress is wrong"
+        else:
+            assert self.pending == 0, "a row that prefills has tokens in flight"
+            assert self.computed < known, "a prefill's progress is wrong"
+
+
+def rank_of(state: RequestState) -> tuple[float, int]:
+    """Sort key of the queue and of the running rows."""
+    return state.rank
+
+
+def longest_sequence(request: Request) -> int:
+    """Tokens whose keys the cache must hold at most: a sample's last token needs none."""
+    max_tokens = request.params.max_tokens or 0
+    return len(request.prompt) + max(max_tokens - 1, 0)
