@@ -105,6 +105,34 @@ def pack_decode(
     return decode_layout(bucket, stop_width).pack(arrays)
 
 
+def prompt_targets(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
+    """For each token of a step the prompt token that follows it, i32[T]; 0 where none does."""
+    targets = np.zeros(bucket.tokens, np.int32)
+    start = 0
+    for row in batch.rows:
+        after = row.request.prompt[row.start + 1 : row.start + row.query_len + 1]
+        targets[start : start + len(after)] = after
+        start += row.query_len
+    return targets
+
+
+def reset_layout(size: int) -> PackLayout:
+    """Input of the program that builds a row's penalty state; `size` tokens at most of each kind."""
+    bias = (MAX_LOGIT_BIAS,)
+    return PackLayout(
+        (
+            Field("slot", ()),
+            Field("prompt", (size,)),
+            Field("generated", (size,)),
+            Field("bias_ids", bias),
+            Field("bias_values", bias, "f32"),
+            Field("allowed_ids", (size,)),
+            Field("bad_ids", (size,)),
+            Field("all_allowed", ()),
+        )
+    )
+
+
 def _sample_arrays(
     rows: Sequence[ScheduledRow], size: int, stop_width: int, padding_slot: int
 ) -> dict[str, np.ndarray]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-import jax
 from jax.experimental import serialize_executable
 from tqdm import tqdm
 
@@ -139,15 +138,3 @@ class Programs:
             raise RuntimeError(f"compile after warm-up: {key}")
         self.stats.after_seal += 1
         log.warning("compile after warm-up stalls running requests: %s", key)
-
-
-def versions() -> dict[str, str]:
-    """What an executable depends on beside its program: device kind and compiler versions."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "platform_version": device.client.platform_version,
-        "jax": jax.__version__,
-        "count": str(len(jax.devices())),
-    }

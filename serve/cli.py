@@ -1,0 +1,204 @@
+"""`octavo COMMAND --flags`: each command is one function here; its flags come from the settings."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from octavo.serve.config import EngineConfig, ServerConfig
+from octavo.serve.configfile import LoadedConfig
+from octavo.serve.flags import define_settings, parse_settings, settings_help
+
+USAGE = """usage: octavo COMMAND [--flags]
+
+  serve      OpenAI-compatible server
+  generate   complete prompts:     octavo generate "Once upon a time"
+  chat       talk to a model:      octavo chat, or octavo chat "one question"
+  score      log-likelihood of a text file under the model
+  convert    write a model as an Orbax or Hugging Face folder
+  env        versions, devices, and what is wrong with them
+
+octavo COMMAND --help lists a command's flags. Every one may also stand in a Python config file:
+--config=file.py, and --config.field=value overrides a field of it.
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: what it runs, the settings it takes, its own flags and help."""
+
+    run: Callable[[LoadedConfig, flags.FlagValues, list[str]], int]
+    settings: tuple[type, ...]
+    define: Callable[[flags.FlagValues], None]
+    help: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code (2 for a usage error)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if args else 2
+    command = COMMANDS.get(args[0])
+    if command is None:
+        print(f"octavo: unknown command {args[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
+        return 2
+    if any(arg in ("-h", "--help") for arg in args[1:]):
+        print(f"usage: octavo {args[0]} {command.help}\n\n{settings_help(command.settings)}")
+        return 0
+    return _run(command, args)
+
+
+def _run(command: Command, args: list[str]) -> int:
+    values = flags.FlagValues()
+    define_settings(values, command.settings)
+    command.define(values)
+    try:
+        rest = values(args)[1:]
+        config = parse_settings(values, command.settings)
+    except (flags.Error, ValueError, AttributeError, KeyError, OSError) as error:
+        message = " ".join(str(error.args[0] if error.args else error).split())
+        print(f"octavo {args[0]}: {message}", file=sys.stderr)
+        return 2
+    try:
+        return command.run(config, values, rest)
+    except ValueError as error:
+        print(f"octavo {args[0]}: {error}", file=sys.stderr)
+        return 1
+
+
+def define_sampling(values: flags.FlagValues) -> None:
+    """Sampling flags of generate and chat."""
+    flags.DEFINE_integer("max_tokens", None, "tokens to generate", flag_values=values)
+    flags.DEFINE_float("temperature", None, "0 is greedy", flag_values=values)
+    flags.DEFINE_float("top_p", None, "nucleus mass", flag_values=values)
+    flags.DEFINE_integer("top_k", None, "keep the k likeliest", flag_values=values)
+    flags.DEFINE_integer("n", None, "samples of each prompt", flag_values=values)
+    flags.DEFINE_integer("sampling_seed", None, "seed of the draws", flag_values=values)
+    flags.DEFINE_string("system", None, "system message of a chat", flag_values=values)
+
+
+SAMPLING_HELP = """[TEXT ...] [--flags]
+
+  --max_tokens --temperature --top_p --top_k --n --sampling_seed --system (chat)"""
+
+
+def sampling_fields(values: flags.FlagValues) -> dict[str, Any]:
+    """The sampling flags that were given."""
+    names = {"sampling_seed": "seed"}
+    wanted = ("max_tokens", "temperature", "top_p", "top_k", "n", "sampling_seed")
+    return {names.get(n, n): values[n].value for n in wanted if values[n].present}
+
+
+def generate(config: LoadedConfig, values: flags.FlagValues, prompts: list[str]) -> int:
+    """Complete each prompt (arguments, the config file's, or stdin) under each sampling."""
+    from octavo.llm import LLM
+
+    prompts = prompts or list(config.extra.get("prompts", ())) or [sys.stdin.read()]
+    llm = LLM(config=config.engine)
+    samplings = [dict(s) for s in config.extra.get("sampling", ())] or [{}]
+    for fields in samplings:
+        params = llm.default_params(**{"max_tokens": 64, **fields, **sampling_fields(values)})
+        for output in llm.generate(prompts, params):
+            for sample in output.outputs:
+                print(json.dumps({**fields, "prompt": output.prompt, **dataclasses.asdict(sample)}))
+    return 0
+
+
+def chat(config: LoadedConfig, values: flags.FlagValues, words: list[str]) -> int:
+    """The REPL, or one answer when a question is given."""
+    from octavo.serve.chat import Chat
+
+    talk = Chat(config.engine, values["system"].value, sampling_fields(values))
+    if words:
+        return talk.ask(" ".join(words))
+    return talk.repl()
+
+
+def serve(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
+    """The OpenAI-compatible server, until SIGTERM."""
+    if rest:
+        raise ValueError(f"serve takes no arguments besides flags, got {rest}")
+    from octavo.serve.server import run
+
+    return run(config.engine, config.server)
+
+
+def score(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> int:
+    """Mean negative log-likelihood and perplexity of each text file."""
+    import numpy as np
+
+    from octavo.llm import LLM
+
+    if not paths:
+        raise ValueError("score needs at least one text file")
+    llm = LLM(config=config.engine)
+    for path in paths:
+        if llm.tokenizer is None:
+            raise ValueError(f"{config.engine.model} has no tokenizer: score reads text")
+        ids = llm.tokenizer.encode(Path(path).read_text(encoding="utf-8"))
+        if len(ids) < 2:
+            raise ValueError(f"{path} holds {len(ids)} tokens; score needs at least 2")
+        logits = llm.score(ids).astype(np.float64)[:-1]
+        top = logits.max(axis=1)
+        totals = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+        loss = float((totals - logits[np.arange(len(ids) - 1), ids[1:]]).mean())
+        report = {"file": path, "tokens": len(ids), "nll": loss, "perplexity": float(np.exp(loss))}
+        print(json.dumps(report))
+    return 0
+
+
+def convert(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> int:
+    """Write --model to a folder, as Orbax (default) or Hugging Face safetensors."""
+    if len(paths) != 1:
+        raise ValueError("convert needs one target folder: octavo convert --model=SOURCE TARGET")
+    from octavo.serve import launch
+
+    checkpoint = launch.load(config.engine)
+    if values["to"].value == "hf":
+        from octavo.model.checkpoint.orbax import export_hf
+
+        export_hf(checkpoint, Path(paths[0]))
+    else:
+        from octavo.model.checkpoint.orbax import save
+
+        save(checkpoint, Path(paths[0]))
+    print(f"wrote {paths[0]}")
+    return 0
+
+
+def env(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
+    """Versions and devices; exit code 1 when something is wrong."""
+    from octavo.serve.env import report
+
+    lines, problems = report()
+    print("\n".join([*lines, *(f"problem: {line}" for line in problems)]))
+    return 1 if problems else 0
+
+
+def _define_nothing(values: flags.FlagValues) -> None:
+    """For commands without flags of their own."""
+
+
+def _define_convert(values: flags.FlagValues) -> None:
+    flags.DEFINE_enum("to", "orbax", ["orbax", "hf"], "target format", flag_values=values)
+
+
+ENGINE = (EngineConfig,)
+COMMANDS = {
+    "serve": Command(serve, (EngineConfig, ServerConfig), _define_nothing, "[--flags]"),
+    "generate": Command(generate, ENGINE, define_sampling, SAMPLING_HELP),
+    "chat": Command(chat, ENGINE, define_sampling, SAMPLING_HELP),
+    "score": Command(score, ENGINE, _define_nothing, "FILE ... [--flags]"),
+    "convert": Command(convert, ENGINE, _define_convert, "TARGET --to=orbax|hf [--flags]"),
+    "env": Command(env, (), _define_nothing, ""),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Config files: Python files with `get_config() -> ml_collections.ConfigDict`, flat keys.
+
+A key is a field of EngineConfig or ServerConfig, or one of the extra sections an experiment holds
+(`prompts`, `sampling`). Anything else is an error that suggests the nearest name.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.serve.config import EngineConfig, ServerConfig, unknown_field
+
+EXTRA_SECTIONS = ("prompts", "sampling")
+ENGINE_FIELDS = frozenset(f.name for f in dataclasses.fields(EngineConfig))
+SERVER_FIELDS = frozenset(f.name for f in dataclasses.fields(ServerConfig))
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config file, typed.
+
+    Attributes:
+        engine, server: the settings.
+        extra: the sections of an experiment, e.g. prompts and sampling.
+    """
+
+    engine: EngineConfig
+    server: ServerConfig
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def typed(values: Mapping[str, Any]) -> LoadedConfig:
+    """Flat keys to typed settings; ValueError on an unknown key or a value out of range."""
+    known = ENGINE_FIELDS | SERVER_FIELDS | set(EXTRA_SECTIONS)
+    for name in values:
+        if name not in known:
+            raise ValueError(unknown_field(name, set(known)))
+    pick = lambda names: {k: _plain(v) for k, v in values.items() if k in names}  # noqa: E731
+    return LoadedConfig(
+        EngineConfig(**pick(ENGINE_FIELDS)),
+        ServerConfig(**pick(SERVER_FIELDS)),
+        pick(EXTRA_SECTIONS),
+    )
+
+
+def load_config_file(path: str | Path) -> LoadedConfig:
+    """Run a config file's `get_config` and type the result."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config file {path} does not exist")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"config file {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"config file {path} has no get_config()")
+    return typed(dict(module.get_config()))
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

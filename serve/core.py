@@ -1,0 +1,297 @@
+"""The engine core process: one thread that receives, steps and sends.
+
+Its parent writes a pickled CoreSpec to its standard input and keeps that pipe open; end of file
+means that the parent is gone, and the core exits. Requests and events cross by zmq (`wire.py`):
+the core binds a ROUTER socket, every API process connects a DEALER.
+"""
+
+import importlib
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from octavo.serve.queue import QueueFull
+from octavo.serve.types import FINISH_ERROR, EngineStats, Request, TokenEvent
+from octavo.serve.wire import (
+    Abort,
+    Add,
+    Events,
+    Fatal,
+    Hello,
+    Ready,
+    Rejected,
+    Shutdown,
+    ToApi,
+    ToCore,
+)
+
+EXIT_FAILED = 1
+EXIT_ORPHANED = 3
+IDLE_POLL_MS = 1000
+STATS_PERIOD = 0.25
+MESSAGES_PER_TURN = 1024
+# A step that raises fails the requests in flight; this many in a row mean the engine is broken.
+MAX_STEP_FAILURES = 3
+
+log = logging.getLogger("octavo.core")
+
+
+class CoreEngine(Protocol):
+    """What the core needs of an engine."""
+
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+
+    @property
+    def model_config(self) -> Any:
+        """At least `vocab_size`."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError if it can never run, QueueFull if not now."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request."""
+        ...
+
+    def step(self) -> list[TokenEvent]:
+        """Advance and report."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters since start."""
+        ...
+
+
+@dataclass(frozen=True)
+class CoreSpec:
+    """How to start a core: where to listen, what to build.
+
+    `factory` is an importable "module:attribute" called with `config`.
+    """
+
+    address: str
+    factory: str
+    config: Any
+    log_level: str = "info"
+
+
+class CoreLoop:
+    """Serves one engine on one ROUTER socket until told to stop."""
+
+    def __init__(
+        self,
+        engine: CoreEngine,
+        socket: zmq.Socket[bytes],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._clock = clock
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ToCore).decode
+        self._owners: dict[str, bytes] = {}
+        self._clients: set[bytes] = set()
+        self._step_failures = 0
+        self._stats_due = 0.0
+        self._stopping = False
+
+    def run(self) -> int:
+        """Loop until Shutdown (0) or until the engine keeps failing (1)."""
+        while not self._stopping:
+            self.receive(0 if self._engine.has_work() else IDLE_POLL_MS)
+            if self._engine.has_work() and not self.step():
+                return EXIT_FAILED
+            if self._clock() >= self._stats_due:
+                self._send_stats()
+        return 0
+
+    def receive(self, timeout_ms: int) -> None:
+        """Handle what has arrived; wait at most `timeout_ms` for the first message."""
+        if not self._socket.poll(timeout_ms):
+            return
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(identity, payload)
+
+    def step(self) -> bool:
+        """One engine step, its events sent; False when the engine is beyond use."""
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            log.exception("engine step failed")
+            self._step_failures += 1
+            self._fail_all(f"the engine failed: {type(error).__name__}: {error}")
+            if self._step_failures < MAX_STEP_FAILURES:
+                return True
+            self.broadcast(Fatal(f"{MAX_STEP_FAILURES} steps failed in a row; last: {error}"))
+            return False
+        self._step_failures = 0
+        self._route(events)
+        return True
+
+    def broadcast(self, message: ToApi) -> None:
+        """Send to every API process."""
+        for identity in self._clients:
+            self._send(identity, message)
+
+    def _handle(self, identity: bytes, payload: bytes) -> None:
+        try:
+            message = self._decode(payload)
+        except msgspec.DecodeError:
+            log.exception("undecodable message of %d bytes dropped", len(payload))
+            return
+        match message:
+            case Add():
+                self._add(identity, message.requests)
+            case Abort():
+                for request_id in message.request_ids:
+                    self._abort(request_id)
+            case Hello():
+                self._clients.add(identity)
+                self._send(identity, self._ready())
+                self._send_stats()
+            case Shutdown():
+                self._stopping = True
+
+    def _ready(self) -> Ready:
+        engine = self._engine
+        return Ready(
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.model_config.vocab_size,
+            eos_ids=tuple(engine.eos_ids),
+            generation=dict(getattr(engine, "generation_defaults", {})),
+        )
+
+    def _add(self, identity: bytes, requests: list[Request]) -> None:
+        reason, text = "", ""
+        for request in requests:
+            try:
+                self._engine.add(request)
+            except QueueFull as error:
+                reason, text = "full", str(error)
+            except ValueError as error:
+                reason, text = "invalid", str(error)
+            except Exception as error:
+                log.exception("engine refused %s", request.request_id)
+                reason, text = "error", f"{type(error).__name__}: {error}"
+            if reason:
+                break
+            self._owners[request.request_id] = identity
+        if not reason:
+            return
+        for request in requests:
+            self._abort(request.request_id)
+        self._send(identity, Rejected([r.request_id for r in requests], reason, text))
+
+    def _abort(self, request_id: str) -> None:
+        if self._owners.pop(request_id, None) is None:
+            return
+        try:
+            self._engine.abort(request_id)
+        except Exception:
+            log.exception("abort of %s failed", request_id)
+
+    def _route(self, events: list[TokenEvent]) -> None:
+        """One message an API process; events of aborted requests are dropped."""
+        by_owner: dict[bytes, list[TokenEvent]] = {}
+        for event in events:
+            owner = self._owners.get(event.request_id)
+            if owner is None:
+                continue
+            by_owner.setdefault(owner, []).append(event)
+            if event.finish_reason is not None:
+                del self._owners[event.request_id]
+        for owner, news in by_owner.items():
+            self._send(owner, Events(news))
+
+    def _fail_all(self, message: str) -> None:
+        ids = list(self._owners)
+        self._route([TokenEvent(i, finish_reason=FINISH_ERROR, error=message) for i in ids])
+        for request_id in ids:
+            try:
+                self._engine.abort(request_id)
+            except Exception:
+                log.exception("abort of %s failed", request_id)
+
+    def _send_stats(self) -> None:
+        self._stats_due = self._clock() + STATS_PERIOD
+        self.broadcast(Events(stats=self._engine.stats()))
+
+    def _send(self, identity: bytes, message: ToApi) -> None:
+        self._socket.send_multipart([identity, self._encode(message)])
+
+
+def resolve(name: str) -> Any:
+    """The object that "package.module:attribute.attribute" names."""
+    module, _, path = name.partition(":")
+    target: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        target = getattr(target, attribute)
+    return target
+
+
+def exit_with_parent(fd: int) -> None:
+    """Exit the process when the pipe `fd` closes, however deep the main thread is in a compile."""
+
+    def wait() -> None:
+        while os.read(fd, 1):
+            pass
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def bind(address: str) -> zmq.Socket[bytes]:
+    """The core's ROUTER socket.
+
+    No high-water mark: a full ROUTER queue drops messages, so tokens would vanish. The queue is
+    bounded all the same, by the admitted requests times their max_tokens.
+    """
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, 1000)
+    socket.bind(address)
+    return socket
+
+
+def main() -> int:
+    """Read the spec from standard input, build the engine, serve."""
+    spec: CoreSpec = pickle.load(sys.stdin.buffer)
+    exit_with_parent(sys.stdin.fileno())
+    logging.basicConfig(level=spec.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    socket = bind(spec.address)
+    try:
+        engine = resolve(spec.factory)(spec.config)
+    except Exception as error:
+        log.debug("start failed", exc_info=True)
+        identity, _ = socket.recv_multipart()
+        fatal = Fatal(f"{type(error).__name__}: {error}")
+        socket.send_multipart([identity, msgspec.msgpack.encode(fatal)])
+        socket.close()
+        return EXIT_FAILED
+    code = CoreLoop(engine, socket).run()
+    socket.close()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

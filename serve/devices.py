@@ -1,0 +1,55 @@
+"""What the devices are, how much of them is ours, and the one list of XLA settings in use."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import jax
+
+GPU_MEMORY_SHARE = "0.95"
+"""Share of a GPU's memory that XLA's allocator may take; the rest is CUDA's own."""
+
+
+def configure_xla() -> None:
+    """Settings that must be in place before jax meets its devices. A user's own settings stand."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
+
+
+def on_gpu() -> bool:
+    """Whether jax runs on a GPU."""
+    return jax.default_backend() == "gpu"
+
+
+def kinds() -> list[str]:
+    """Kind of every device, e.g. "NVIDIA H200"."""
+    return [device.device_kind for device in jax.devices()]
+
+
+def memory_limit() -> int:
+    """Bytes of the first device that this process may use."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def fingerprint() -> dict[str, str]:
+    """What an executable depends on beside its program: devices, compiler versions, XLA flags."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "platform_version": device.client.platform_version,
+        "devices": str(jax.device_count()),
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "cpu": "" if on_gpu() else _cpu_features(),
+    }
+
+
+def _cpu_features() -> str:
+    """Digest of the CPU's instruction set: machine code made for one may not run on another."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(flags.encode()).hexdigest()[:16]

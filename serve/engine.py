@@ -1,0 +1,154 @@
+"""The engine: scheduler and runner around one step loop.
+
+`step` is schedule -> dispatch -> commit. With overlap the batch of this call is dispatched before
+the previous one's tokens are read, so the device never waits for the host; without it the same
+lines run in order, which is the loop that tests compare against.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from octavo.model.config import ModelConfig
+from octavo.sampling.params import MAX_SEED, SamplingParams
+from octavo.serve.inflight import InFlight
+from octavo.serve.runner import Runner
+from octavo.serve.scheduler import Scheduler
+from octavo.serve.types import FINISH_ERROR, EngineStats, Request, TokenEvent
+
+log = logging.getLogger("octavo.engine")
+
+
+class Engine:
+    """Serves requests until none is left. One thread drives it: `add`, `abort` and `step`.
+
+    Attributes:
+        model_config: the model's description.
+        eos_ids: end-of-sequence ids given to every request.
+        generation: the model's default sampling fields.
+        source: file or folder of the model.
+        max_model_len: longest prompt + output in tokens.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        max_model_len: int,
+        eos_ids: tuple[int, ...] = (),
+        generation: dict | None = None,
+        source: Path = Path(),
+        overlap: bool = True,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self.model_config: ModelConfig = runner.graph.config
+        self.max_model_len = max_model_len
+        self.eos_ids = eos_ids
+        self.generation = generation or {}
+        self.source = source
+        self._overlap = overlap
+        self._clock = clock
+        self._seeds = np.random.default_rng(seed)
+        self._in_flight: InFlight | None = None
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Resolves max_tokens, draws the seed, fills in end-of-sequence ids.
+
+        Raises ValueError for a prompt that is empty, too long or holds ids outside the vocabulary,
+        and QueueFull when too many requests wait.
+        """
+        check_prompt(request.prompt, self.model_config.vocab_size, self.max_model_len)
+        params = request.params
+        check_token_ids(params, self.model_config.vocab_size)
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=self.max_model_len - len(request.prompt))
+        if params.seed is None:
+            params = replace(params, seed=int(self._seeds.integers(MAX_SEED)))
+        request = replace(request, params=params, eos_ids=self.eos_ids)
+        self.scheduler.add(request, self._clock())
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free its pages; unknown ids are ignored (it may just have ended)."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._in_flight is not None or self.scheduler.has_work()
+
+    def step(self) -> list[TokenEvent]:
+        """Advance by one dispatch and return what is new."""
+        batch = self.scheduler.schedule(self._clock())
+        dispatched = self.runner.dispatch(batch) if batch else None
+        ready = dispatched
+        if self._overlap:
+            ready, self._in_flight = self._in_flight, dispatched
+        if ready is None:
+            return []
+        return self.scheduler.commit(ready.batch, ready.read(), self._clock())
+
+    def recover(self, reason: str) -> list[TokenEvent]:
+        """After an exception in `step`: fail every request cleanly and start from an empty cache."""
+        failed = list(self.scheduler.request_ids())
+        for request_id in failed:
+            self.scheduler.abort(request_id)
+        self._in_flight = None
+        self.scheduler.reset()
+        self.runner.reset_device_state()
+        log.error("engine recovered; %d requests failed: %s", len(failed), reason)
+        return [TokenEvent(id_, finish_reason=FINISH_ERROR, error=reason) for id_ in failed]
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Teacher-forced float32 logits [T, V] of `token_ids`, through the paged path.
+
+        Uses pages that are free now and gives them back; ValueError if there are too few.
+        """
+        check_prompt(token_ids, self.model_config.vocab_size, self.max_model_len)
+        with self.scheduler.borrow_pages(len(token_ids)) as pages:
+            return self.runner.score(np.asarray(token_ids, np.int32), pages)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges since start."""
+        stats = self.scheduler.stats()
+        stats.real_tokens = self.runner.waste.real
+        stats.padded_tokens = self.runner.waste.padded
+        stats.compiles_after_warmup = self.runner.programs.stats.after_seal
+        return stats
+
+    def check(self) -> None:
+        """Verify every invariant of the host state; AssertionError names the broken one."""
+        self.scheduler.check()
+
+
+def check_prompt(prompt: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Refuse a prompt that is empty, leaves no room, or holds ids outside the vocabulary."""
+    if len(prompt) == 0:
+        raise ValueError("prompt must hold at least one token")
+    if len(prompt) > max_model_len:
+        raise ValueError(f"prompt has {len(prompt)} tokens; the context holds {max_model_len}")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"prompt token id {bad} is outside the vocabulary, 0 .. {vocab_size - 1}")
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse sampling fields that name ids outside the vocabulary."""
+    fields = {
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "bad_token_ids": params.bad_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
+    for name, ids in fields.items():
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name} holds token id {token}, outside the vocabulary 0 .. {vocab_size - 1}"
+                )

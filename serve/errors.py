@@ -1,0 +1,125 @@
+"""Failures as the OpenAI API words them: {"error": {message, type, param, code}}."""
+
+from typing import Any
+
+import msgspec
+
+CORE_DEAD = "the engine process has ended"
+
+
+class ApiError(Exception):
+    """A failure with an HTTP status and an OpenAI error object.
+
+    Attributes:
+        status: HTTP status.
+        message: what went wrong, with the value and what is accepted.
+        param: request field at fault, if one is.
+        kind: OpenAI's error type. code: OpenAI's error code, if it has one.
+        retry_after: seconds for the Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.kind = kind
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """The JSON error object."""
+        return msgspec.json.encode({"error": self.fields()})
+
+    def fields(self) -> dict[str, Any]:
+        """The inside of the error object."""
+        return {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Headers that go with the status."""
+        headers: dict[str, str] = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status == 413:
+            headers["connection"] = "close"
+        return headers
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """400: the request can't be served as it is."""
+    return ApiError(400, message, param=param)
+
+
+def unsupported(param: str, reason: str) -> ApiError:
+    """400: the parameter is known and not offered."""
+    message = f"{param} is not supported: {reason}"
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def unauthorized() -> ApiError:
+    """401: no API key, or a wrong one."""
+    message = "a valid API key is required: send it as 'Authorization: Bearer KEY'"
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+
+
+def unknown_model(name: str, served: tuple[str, ...]) -> ApiError:
+    """404: this server doesn't serve that model."""
+    message = f"model {name!r} does not exist here; served: {', '.join(served)}"
+    return ApiError(404, message, param="model", kind="not_found_error", code="model_not_found")
+
+
+def body_too_large(limit: int) -> ApiError:
+    """413: the request body is over the limit."""
+    return ApiError(413, f"the request body is larger than {limit} bytes", code="body_too_large")
+
+
+def overloaded(message: str) -> ApiError:
+    """429: the queue is full."""
+    return ApiError(
+        429,
+        f"the server is at its limit: {message}",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after=1,
+    )
+
+
+def timed_out(seconds: float) -> ApiError:
+    """408: the request took longer than the server allows."""
+    return ApiError(408, f"the request took longer than {seconds:g} s", kind="timeout_error")
+
+
+def unavailable(message: str, retry_after: int = 5) -> ApiError:
+    """503: loading, draining, or without an engine."""
+    return ApiError(
+        503,
+        message,
+        kind="service_unavailable_error",
+        code="service_unavailable",
+        retry_after=retry_after,
+    )
+
+
+def internal(message: str) -> ApiError:
+    """500: our fault."""
+    return ApiError(500, message, kind="server_error", code="internal_error")

@@ -1,0 +1,86 @@
+"""A dispatched batch whose answer is still on its way, and its translation into row results."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from octavo.sampling.batch import SamplingFlags
+from octavo.serve.types import RowResult, ScheduledBatch, ScheduledRow, TokenLogprob
+
+NOT_FINITE = "the model produced NaN or infinite logits for this request"
+LOGPROB, RANK, TOP = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Device arrays of a batch in progress.
+
+    Attributes:
+        batch: what was dispatched.
+        flags: how it sampled.
+        report: i32[S, W] or, multi-step, i32[k, S, W]; see `step.draw`. None if no row samples.
+        prompt_report: i32[T, W] log-probability columns of prompt tokens, or None.
+        prompt_top_n: likeliest tokens reported there.
+    """
+
+    batch: ScheduledBatch
+    flags: SamplingFlags
+    report: jax.Array | None
+    prompt_report: jax.Array | None
+    prompt_top_n: int = 0
+
+    def read(self) -> list[RowResult]:
+        """Wait for the device and give each row of the batch its result, in order."""
+        report = None if self.report is None else np.asarray(self.report)
+        if report is not None and report.ndim == 2:
+            report = report[None]
+        prompt = None if self.prompt_report is None else np.asarray(self.prompt_report)
+        results, start = [], 0
+        for index, row in enumerate(self.batch.rows):
+            prompt_logprobs = ()
+            if prompt is not None:
+                prompt_logprobs = self._prompt_logprobs(row, prompt[start : start + row.query_len])
+            start += row.query_len
+            columns = report[:, index] if report is not None and row.samples else None
+            results.append(self._row_result(row, columns, prompt_logprobs))
+        return results
+
+    def _row_result(
+        self,
+        row: ScheduledRow,
+        columns: np.ndarray | None,
+        prompt_logprobs: tuple[TokenLogprob, ...],
+    ) -> RowResult:
+        if columns is None:
+            return RowResult(prompt_logprobs=prompt_logprobs)
+        drawn = columns[columns[:, 0] >= 0]
+        if not drawn[:, 1].all():
+            return RowResult(error=NOT_FINITE)
+        asked = row.request.params.logprobs
+        logprobs = ()
+        if asked is not None:
+            logprobs = tuple(
+                _logprob(int(step[0]), step[2:], self.flags.logprobs, asked) for step in drawn
+            )
+        return RowResult(tuple(drawn[:, 0].tolist()), logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, row: ScheduledRow, columns: np.ndarray) -> tuple[TokenLogprob, ...]:
+        asked = row.request.params.prompt_logprobs
+        if asked is None:
+            return ()
+        targets = row.request.prompt[row.start + 1 : row.start + row.query_len + 1]
+        return tuple(
+            _logprob(token, words, self.prompt_top_n, asked)
+            for token, words in zip(targets, columns, strict=False)
+        )
+
+
+def _logprob(token: int, words: np.ndarray, top_n: int, asked: int) -> TokenLogprob:
+    """One token's entry from its int32 columns; keeps the `asked` likeliest of `top_n`."""
+    ids = words[TOP : TOP + asked]
+    values = words[TOP + top_n : TOP + top_n + asked].view(np.float32)
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(
+        token, float(words[LOGPROB : LOGPROB + 1].view(np.float32)[0]), int(words[RANK]), top
+    )

@@ -1,0 +1,156 @@
+"""From an EngineConfig to an Engine: load the model, size the cache, ready the programs."""
+
+import logging
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import octavo.attention
+import octavo.cache
+import octavo.model
+import octavo.sampling
+import octavo.serve
+from octavo.model.checkpoint.load import load_checkpoint
+from octavo.model.checkpoint.resolve import resolve_model
+from octavo.model.checkpoint.source import Checkpoint
+from octavo.model.families import family_of
+from octavo.model.sharding import make_mesh
+from octavo.serve import devices
+from octavo.serve.artefact import ArtefactStore, default_root, source_digest
+from octavo.serve.buckets import make_buckets
+from octavo.serve.config import AUTO, EngineConfig
+from octavo.serve.engine import Engine
+from octavo.serve.limits import Limits, Memory, page_size_of, resolve_limits
+from octavo.serve.programs import ProgramBuilder, ProgramSettings
+from octavo.serve.runner import Runner
+from octavo.serve.scheduler import Scheduler, SchedulerConfig
+from octavo.serve.step import Graph
+
+log = logging.getLogger("octavo.launch")
+
+DEVICE_CODE = (octavo.attention, octavo.cache, octavo.model, octavo.sampling, octavo.serve)
+
+
+def build_engine(config: EngineConfig, *, strict: bool = False) -> Engine:
+    """An engine that is ready for requests.
+
+    `strict` makes a compile after warm-up an error. Raises ValueError where settings and model or
+    device don't fit, CheckpointError for a model that can't be loaded.
+    """
+    devices.configure_xla()
+    checkpoint = load(config)
+    engine = assemble(config, checkpoint, strict=strict)
+    if config.warmup == "all":
+        keys = engine.runner.builder.warmup_keys()
+        engine.runner.programs.warm(keys, workers=os.cpu_count() or 1, progress=config.progress)
+    return engine
+
+
+def load(config: EngineConfig) -> Checkpoint:
+    """The model's parameters on their devices."""
+    gpu = devices.on_gpu()
+    dtype = config.dtype
+    if dtype == AUTO and not gpu:
+        dtype = "float32"
+    mesh = make_mesh(config.tensor_parallel) if config.mesh else None
+    return load_checkpoint(
+        resolve_model(config.model),
+        dtype=dtype,
+        mesh=mesh,
+        load_format=config.load_format,
+        progress=config.progress,
+    )
+
+
+def assemble(config: EngineConfig, checkpoint: Checkpoint, *, strict: bool = False) -> Engine:
+    """Engine around loaded parameters."""
+    gpu = devices.on_gpu()
+    mesh = make_mesh(config.tensor_parallel) if config.mesh else None
+    model = checkpoint.config
+    if config.max_model_len != AUTO:
+        model = model.with_max_len(int(config.max_model_len))
+    page_size = page_size_of(config, on_gpu=gpu)
+    graph = Graph(family_of(model), model, config.attention, mesh, page_size)
+    limits = _limits(config, graph, gpu=gpu)
+    settings = _settings(config, limits, gpu=gpu)
+    layout = model.cache_layout(limits.num_pages, page_size)
+    store = _store(config, graph, {"limits": asdict(limits), "settings": repr(settings)})
+    runner = Runner(graph, checkpoint.params, layout, settings, store, strict=strict)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_batch_tokens=limits.max_batch_tokens,
+            num_pages=limits.num_pages,
+            page_size=page_size,
+            max_model_len=limits.max_model_len,
+            max_decode_steps=config.max_decode_steps,
+            overlap=config.overlap,
+            prefix_caching=config.prefix_caching,
+            ageing_seconds=config.ageing_seconds,
+            max_waiting=config.max_waiting,
+            cache_dtype=layout.dtype,
+        )
+    )
+    log.info("%s: %s, %d KV pages of %d", config.model, limits, limits.num_pages, page_size)
+    return Engine(
+        runner,
+        scheduler,
+        max_model_len=limits.max_model_len,
+        eos_ids=checkpoint.eos_ids,
+        generation=checkpoint.generation if config.generation_config == AUTO else {},
+        source=checkpoint.path,
+        overlap=config.overlap,
+        seed=config.seed,
+    )
+
+
+def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:
+    """Sizes that fit the device, with the largest program's temporaries measured on a GPU."""
+    one_page = graph.config.cache_layout(1, graph.page_size).page_bytes // config.tensor_parallel
+    weights = graph.family.param_bytes(graph.config) // config.tensor_parallel
+    memory = Memory(devices.memory_limit(), weights, 0, one_page)
+    model_len = graph.config.max_position_embeddings
+    if not gpu or config.num_pages != AUTO:
+        return resolve_limits(config, model_len, memory, on_gpu=gpu)
+    draft = resolve_limits(config, model_len, memory, on_gpu=gpu)
+    temporaries = _measure_temporaries(config, graph, draft)
+    return resolve_limits(config, model_len, replace(memory, temporaries=temporaries), on_gpu=gpu)
+
+
+def _measure_temporaries(config: EngineConfig, graph: Graph, draft: Limits) -> int:
+    """Temporary bytes of the largest prefill program, compiled once for a cache of two pages."""
+    settings = _settings(config, draft, gpu=True)
+    store = _store(config, graph, {"temporaries": repr(settings)})
+    known = store.load("temporaries") if store else None
+    if known is not None:
+        return int(known)
+    builder = ProgramBuilder(graph, graph.config.cache_layout(2, graph.page_size), settings)
+    size = builder.temporaries()
+    if store:
+        store.save("temporaries", str(size).encode())
+    return size
+
+
+def _settings(config: EngineConfig, limits: Limits, *, gpu: bool) -> ProgramSettings:
+    buckets = make_buckets(limits.max_num_seqs, limits.max_batch_tokens, limits.max_pages, fine=gpu)
+    return ProgramSettings(
+        buckets, limits.max_num_seqs, limits.max_model_len, config.max_decode_steps
+    )
+
+
+def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> ArtefactStore | None:
+    """Where this engine's executables live; None when artefact_dir is empty."""
+    if not config.artefact_dir:
+        return None
+    root = default_root() if config.artefact_dir == AUTO else Path(config.artefact_dir)
+    manifest = {
+        **devices.fingerprint(),
+        "source": source_digest(Path(package.__path__[0]) for package in DEVICE_CODE),
+        "model": repr(graph.config),
+        "attention": graph.attention,
+        "mesh": config.mesh,
+        "page_size": graph.page_size,
+        **sizes,
+    }
+    return ArtefactStore(root, manifest)

@@ -1,0 +1,176 @@
+"""Which programs the engine has, and how each is lowered: static choices and abstract arguments."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from octavo.cache.layout import CacheLayout, init_cache
+from octavo.model.params import shape_dtypes
+from octavo.model.sharding import cache_sharding, sharding_tree
+from octavo.sampling.batch import SamplingFlags
+from octavo.sampling.pack import stop_width
+from octavo.sampling.state import init_row_state
+from octavo.serve import batch as packing
+from octavo.serve import step
+from octavo.serve.buckets import Bucket, Buckets
+from octavo.serve.compile import Lowerable, ProgramKey
+
+
+@dataclass(frozen=True)
+class ProgramSettings:
+    """Sizes of the programs."""
+
+    buckets: Buckets
+    max_num_seqs: int
+    max_model_len: int
+    max_decode_steps: int
+
+
+class ProgramBuilder:
+    """Lowers the engine's programs for one graph, cache layout and set of sizes."""
+
+    def __init__(self, graph: step.Graph, layout: CacheLayout, settings: ProgramSettings) -> None:
+        self.graph, self.layout, self.settings = graph, layout, settings
+        self.specs = graph.family.abstract_params(graph.config)
+
+    def build(self, key: ProgramKey) -> Lowerable:
+        """The jitted function of `key` and its abstract arguments."""
+        return getattr(self, f"_{key.kind}")(key)
+
+    def temporaries(self) -> int:
+        """Temporary bytes of the largest forward program; compiles it."""
+        largest = max(self.settings.buckets.all())
+        lowerable = self.build(ProgramKey("forward", largest))
+        analysis = lowerable.function.lower(*lowerable.args).compile().memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+    def warmup_keys(self) -> list[ProgramKey]:
+        """The programs that plain greedy and plain random sampling need, for every bucket."""
+        keys = [ProgramKey("forward", bucket) for bucket in self.settings.buckets.all()]
+        sizes = sorted({bucket.rows for bucket in self.settings.buckets.all()})
+        for flags in SamplingFlags.common():
+            keys += [self.sample_key(size, flags) for size in sizes]
+            if self.settings.max_decode_steps > 1:
+                decode = (b for b in self.settings.buckets.all() if b.is_decode)
+                keys += [self.decode_key(bucket, flags) for bucket in decode]
+        return keys
+
+    def sample_key(self, rows: int, flags: SamplingFlags, width: int = 0) -> ProgramKey:
+        """Key of the sampling program for `rows` rows and `width` stop ids a row."""
+        return ProgramKey(
+            "sample",
+            flags=flags,
+            size=rows,
+            stop_width=width or stop_width(()),
+            stateful=flags.needs_state,
+        )
+
+    def decode_key(self, bucket: Bucket, flags: SamplingFlags, width: int = 0) -> ProgramKey:
+        """Key of the multi-step decode program of `bucket`."""
+        return replace(
+            self.sample_key(self.settings.max_decode_steps, flags, width),
+            kind="decode",
+            bucket=bucket,
+        )
+
+    def _forward(self, key: ProgramKey) -> Lowerable:
+        assert key.bucket
+        layout = packing.forward_layout(key.bucket)
+        function = jax.jit(
+            partial(step.forward_step, self.graph, key.bucket, layout),
+            donate_argnums=(1,),
+            out_shardings=(self.cache_shardings(), self.whole, self.whole),
+        )
+        return Lowerable(
+            function, (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size))
+        )
+
+    def _sample(self, key: ProgramKey) -> Lowerable:
+        assert key.flags
+        layout = packing.sample_layout(key.size, key.stop_width)
+        state = self._state_abs if key.stateful else None
+        logits = self._abstract((key.size, self.graph.config.vocab_size), jnp.float32)
+        function = jax.jit(
+            partial(step.sample_step, key.flags, layout),
+            donate_argnums=(1, 2),
+            out_shardings=self.whole,
+        )
+        return Lowerable(function, (logits, self._last_abs, state, self._words(layout.size)))
+
+    def _decode(self, key: ProgramKey) -> Lowerable:
+        assert key.bucket and key.flags
+        layout = packing.decode_layout(key.bucket, key.stop_width)
+        state = self._state_abs if key.stateful else None
+        function = jax.jit(
+            partial(step.decode_loop, self.graph, key.bucket, key.size, key.flags, layout),
+            donate_argnums=(1, 2, 3),
+            out_shardings=(self.cache_shardings(), self.whole, self.whole, self.whole),
+        )
+        args = (self._params_abs, self._cache_abs, self._last_abs, state, self._words(layout.size))
+        return Lowerable(function, args)
+
+    def _reset(self, key: ProgramKey) -> Lowerable:
+        layout = packing.reset_layout(key.size)
+        function = jax.jit(
+            partial(step.reset_step, layout), donate_argnums=(0,), out_shardings=self.whole
+        )
+        return Lowerable(function, (self._state_abs, self._words(layout.size)))
+
+    def _prompt_logprobs(self, key: ProgramKey) -> Lowerable:
+        assert key.flags
+        function = jax.jit(partial(step.prompt_logprobs_step, self.graph, key.flags.logprobs))
+        hidden, targets = self._hidden_abs(key.size), self._words(key.size)
+        return Lowerable(function, (self._params_abs, hidden, targets))
+
+    def _logits(self, key: ProgramKey) -> Lowerable:
+        function = jax.jit(partial(step.logits_step, self.graph))
+        return Lowerable(function, (self._params_abs, self._hidden_abs(key.size)))
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """Sharding of replicated arrays; None without a mesh."""
+        mesh = self.graph.mesh
+        return NamedSharding(mesh, PartitionSpec()) if mesh else None
+
+    def cache_shardings(self) -> Any:
+        """Shardings of the cache's arrays; None without a mesh."""
+        return cache_sharding(self.layout, self.graph.mesh) if self.graph.mesh else None
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
+
+    def _words(self, size: int) -> jax.ShapeDtypeStruct:
+        return self._abstract((size,), jnp.int32)
+
+    def _hidden_abs(self, tokens: int) -> jax.ShapeDtypeStruct:
+        config = self.graph.config
+        return self._abstract((tokens, config.hidden_size), jnp.dtype(config.dtype))
+
+    @cached_property
+    def _params_abs(self) -> Any:
+        mesh = self.graph.mesh
+        return shape_dtypes(self.specs, sharding_tree(self.specs, mesh) if mesh else None)
+
+    @cached_property
+    def _cache_abs(self) -> Any:
+        shapes = jax.eval_shape(partial(init_cache, self.layout))
+        shardings = self.cache_shardings()
+        if shardings is None:
+            return shapes
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        )
+
+    @property
+    def _last_abs(self) -> jax.ShapeDtypeStruct:
+        return self._words(self.settings.max_num_seqs)
+
+    @cached_property
+    def _state_abs(self) -> Any:
+        make = partial(init_row_state, self.settings.max_num_seqs, self.graph.config.vocab_size)
+        shapes = jax.eval_shape(make)
+        return jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), shapes)

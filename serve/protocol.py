@@ -1,0 +1,328 @@
+"""Request bodies of the OpenAI API: which fields exist, their types, and what is refused.
+
+Types are checked here (strictly: no "10" for 10); ranges of sampling fields are checked by
+SamplingParams, prompts and messages by `prompts.py`, so that each message names field and range.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octavo.sampling.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from octavo.serve.errors import ApiError, invalid, unsupported
+
+Body = TypeVar("Body", bound=BaseModel)
+
+# Accepted and without effect: they label, store or route, and change no token.
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+
+_TOOLS = "tool calling is not offered yet"
+_STRUCTURED = "structured output is not offered yet"
+_TEXT_ONLY = "only text goes in and out"
+
+# Known parameters that would change the answer, with the reason and the values that ask for
+# nothing. A null always asks for nothing.
+UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "tools": (_TOOLS, ([],)),
+    "tool_choice": (_TOOLS, ("none", "auto")),
+    "functions": (_TOOLS, ([],)),
+    "function_call": (_TOOLS, ("none", "auto")),
+    "response_format": (_STRUCTURED, ({"type": "text"},)),
+    "structured_outputs": (_STRUCTURED, ({},)),
+    "guided_json": (_STRUCTURED, ()),
+    "guided_regex": (_STRUCTURED, ()),
+    "guided_choice": (_STRUCTURED, ()),
+    "guided_grammar": (_STRUCTURED, ()),
+    "guided_decoding_backend": (_STRUCTURED, ()),
+    "suffix": ("text can't be inserted before a suffix", ()),
+    "best_of": ("every sample is returned; use n", (1,)),
+    "use_beam_search": ("beam search is not offered", (False,)),
+    "length_penalty": ("beam search is not offered", (1, 1.0)),
+    "modalities": (_TEXT_ONLY, (["text"],)),
+    "audio": (_TEXT_ONLY, ()),
+    "mm_processor_kwargs": (_TEXT_ONLY, ({},)),
+    "prediction": ("predicted outputs are not offered", ()),
+    "reasoning_effort": ("reasoning control is not offered; see chat_template_kwargs", ()),
+    "verbosity": ("the model has no such control", ()),
+    "web_search_options": ("the server has no web access", ()),
+    "documents": ("pass documents in the messages", ([],)),
+    "bad_words": ("ban tokens with logit_bias", ([],)),
+    "prompt_embeds": ("prompts are text or token ids", ()),
+    "spaces_between_special_tokens": ("the tokenizer decides", (True,)),
+    "logits_processors": ("code in requests is not run", ([],)),
+    "echo": ("chat answers don't repeat the prompt", (False,)),
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream reports beside text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingBody(BaseModel):
+    """Fields that completions and chat share. None means the default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage event."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """Alternatives a token, None when no log-probabilities are wanted."""
+        return self.logprobs
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def top_logprobs_asked(self) -> int | None:
+        """Alternatives a token, None when no log-probabilities are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize: `prompt`, or `messages` to be rendered by the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse_body(kind: type[Body], raw: bytes, *, any_extra: bool = False) -> Body:
+    """The validated body; ApiError 400 naming the field, its value and what is accepted.
+
+    Unknown fields are refused (ignoring one would answer another question than was asked) unless
+    they are null, harmless, or `any_extra` says that the endpoint has nothing they could change.
+    """
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise invalid("the request body must be a JSON object")
+    if not any_extra:
+        _refuse_unsupported(kind, fields)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first_problem(error) from None
+
+
+def _refuse_unsupported(kind: type[BaseModel], fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        if name in kind.model_fields or value is None or name in HARMLESS:
+            continue
+        if name not in UNSUPPORTED:
+            raise invalid(f"unknown field {name!r}", name)
+        reason, neutral = UNSUPPORTED[name]
+        if not any(value == option and type(value) is type(option) for option in neutral):
+            raise unsupported(name, reason)
+
+
+def _first_problem(error: ValidationError) -> ApiError:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    where = [str(part) for part in problem["loc"]]
+    param = where[0] if where else None
+    # A union's branches show up in the location; of them only indices help the caller.
+    path = ".".join(where[:1] + [part for part in where[1:] if part.isidentifier() or part.isdigit()])
+    value = repr(problem["input"])
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    if problem["type"] == "missing":
+        return invalid(f"{path}: this field is required", param)
+    return invalid(f"{path}: {problem['msg'].lower()}, not {shown}", param)
+
+
+def sampling_params(
+    body: CompletionBody | ChatBody,
+    *,
+    max_tokens: int,
+    prompt_logprobs: int | None,
+    vocab_size: int,
+    defaults: Mapping[str, Any],
+) -> SamplingParams:
+    """SamplingParams of a body; ApiError 400 when a value is out of range.
+
+    `defaults` are the model's own sampling values, used where the body is silent.
+    """
+    values = dict(defaults)
+    for name in _SAME_NAME:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
+    values["max_tokens"] = max_tokens
+    values["logprobs"] = body.top_logprobs_asked
+    values["prompt_logprobs"] = prompt_logprobs
+    if isinstance(body.stop, str):
+        values["stop"] = (body.stop,)
+    elif body.stop is not None:
+        values["stop"] = tuple(body.stop)
+    if body.top_k == -1:
+        values["top_k"] = 0
+    if body.seed is not None:
+        values["seed"] = _seed(body.seed)
+    if body.logit_bias is not None:
+        values["logit_bias"] = _logit_bias(body.logit_bias)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if getattr(body, name) is not None:
+            values[name] = tuple(getattr(body, name))
+    _check_ids(values, vocab_size)
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        raise invalid(str(error), _field_named_in(str(error), body)) from None
+
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+def _seed(seed: int) -> int:
+    """Fold the signed 64-bit seeds that clients send into SamplingParams' range."""
+    if not -(2**63) <= seed < 2**63:
+        raise invalid(f"seed must be a 64-bit integer, not {seed}", "seed")
+    return seed & MAX_SEED
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise invalid(f"logit_bias keys must be token ids, not {key!r}", "logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _check_ids(values: Mapping[str, Any], vocab_size: int) -> None:
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token_id in values.get(name) or ():
+            if not 0 <= token_id < vocab_size:
+                limit = f"token ids are 0 .. {vocab_size - 1}"
+                raise invalid(f"{name}: {limit}, not {token_id}", name)
+
+
+def _field_named_in(message: str, body: BaseModel) -> str | None:
+    word = message.split(" ", 1)[0].strip(":'\"")
+    if word == "logprobs" and isinstance(body, ChatBody):
+        return "top_logprobs"
+    return word if word in type(body).model_fields else None
+
+
+def check_combinations(body: CompletionBody | ChatBody) -> None:
+    """Refuse fields that contradict each other; ApiError 400."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is only accepted with stream=true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs can't be streamed", "prompt_logprobs")
+    if body.cache_salt == "":
+        raise invalid("cache_salt must not be empty", "cache_salt")
+    if body.priority is not None and abs(body.priority) > 2**31:
+        raise invalid(f"priority must be a 32-bit integer, not {body.priority}", "priority")
+    if isinstance(body, ChatBody):
+        _check_chat(body)
+
+
+def _check_chat(body: ChatBody) -> None:
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+        if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+            message = f"top_logprobs must be 0 .. {MAX_LOGPROBS}, not {body.top_logprobs}"
+            raise invalid(message, "top_logprobs")
+    if body.add_generation_prompt and body.continue_final_message:
+        message = "add_generation_prompt and continue_final_message exclude each other"
+        raise invalid(message, "continue_final_message")

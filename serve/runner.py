@@ -1,0 +1,176 @@
+"""Owns what lives on the devices (parameters, cache, per-slot state) and runs scheduled batches.
+
+`dispatch` returns as soon as the device has its work; `InFlight.read` waits for the answer. The
+device executes dispatches in order, so the next batch may be dispatched before this one is read.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from octavo.cache.layout import CacheLayout, KVCache, init_cache
+from octavo.model.params import param_bytes
+from octavo.sampling.batch import SamplingFlags
+from octavo.sampling.pack import stop_width
+from octavo.sampling.state import RowState, init_row_state
+from octavo.serve import batch as packing
+from octavo.serve import step
+from octavo.serve.artefact import ArtefactStore
+from octavo.serve.buckets import Bucket
+from octavo.serve.compile import ProgramKey, Programs
+from octavo.serve.inflight import InFlight
+from octavo.serve.programs import ProgramBuilder, ProgramSettings
+from octavo.serve.types import ScheduledBatch, ScheduledRow
+
+
+@dataclass
+class Waste:
+    """Tokens computed, and how many of them were padding."""
+
+    real: int = 0
+    padded: int = 0
+
+
+class Runner:
+    """Runs batches. One per engine; not thread-safe."""
+
+    def __init__(
+        self,
+        graph: step.Graph,
+        params: step.Params,
+        layout: CacheLayout,
+        settings: ProgramSettings,
+        store: ArtefactStore | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        self.graph, self.params, self.layout, self.settings = graph, params, layout, settings
+        self.builder = ProgramBuilder(graph, layout, settings)
+        self.programs = Programs(self.builder.build, store, strict=strict)
+        self.waste = Waste()
+        self.reset_device_state()
+
+    def reset_device_state(self) -> None:
+        """A fresh cache and per-slot state: at start, and after a failed dispatch."""
+        shardings = self.builder.cache_shardings()
+        make = partial(init_cache, self.layout)
+        self.cache: KVCache = jax.jit(make, out_shardings=shardings)()
+        self.last_tokens = self._put(np.zeros(self.settings.max_num_seqs, np.int32))
+        self.row_state: RowState | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters, over all devices."""
+        return param_bytes(self.builder.specs)
+
+    # Running ------------------------------------------------------------------------------------
+
+    def dispatch(self, batch: ScheduledBatch) -> InFlight:
+        """Queue one batch on the device and return without waiting for it."""
+        flags, width = self._batch_flags(batch)
+        if flags.needs_state:
+            self._reset_rows(batch)
+        if batch.num_steps > 1:
+            return self._dispatch_decode(batch, flags, width)
+        return self._dispatch_step(batch, flags, width)
+
+    def _batch_flags(self, batch: ScheduledBatch) -> tuple[SamplingFlags, int]:
+        params = [row.request.params for row in batch.rows]
+        flags = SamplingFlags.for_params(params)
+        return flags, max(stop_width(row.request.stop_ids) for row in batch.rows)
+
+    def _bucket(self, batch: ScheduledBatch) -> Bucket:
+        pages = max(len(row.block_table) for row in batch.rows)
+        if batch.is_decode:
+            return self.settings.buckets.decode(len(batch.rows), pages)
+        return self.settings.buckets.mixed(batch.num_tokens, len(batch.rows), pages)
+
+    def _dispatch_step(self, batch: ScheduledBatch, flags: SamplingFlags, width: int) -> InFlight:
+        bucket = self._bucket(batch)
+        self._count(batch.num_tokens, bucket.tokens)
+        forward = self.programs.get(ProgramKey("forward", bucket))
+        packed = packing.pack_forward(batch, bucket, self.layout.page_size)
+        self.cache, logits, hidden = forward(
+            self.params, self.cache, self.last_tokens, self._put(packed)
+        )
+        prompt = self._prompt_logprobs(batch, bucket, hidden)
+        report = None
+        if any(row.samples for row in batch.rows):
+            report = self._sample(batch, bucket.rows, logits, flags, width)
+        return InFlight(batch, flags, report, prompt)
+
+    def _sample(
+        self, batch: ScheduledBatch, size: int, logits: jax.Array, flags: SamplingFlags, width: int
+    ) -> jax.Array:
+        program = self.programs.get(self.builder.sample_key(size, flags, width))
+        packed = packing.pack_sample(batch.rows, size, width, self.settings.max_num_seqs)
+        state = self.row_state if flags.needs_state else None
+        self.last_tokens, state, report = program(
+            logits, self.last_tokens, state, self._put(packed)
+        )
+        self.row_state = state if flags.needs_state else self.row_state
+        report.copy_to_host_async()
+        return report
+
+    def _dispatch_decode(self, batch: ScheduledBatch, flags: SamplingFlags, width: int) -> InFlight:
+        bucket = self._bucket(batch)
+        self._count(len(batch.rows) * batch.num_steps, bucket.rows * batch.num_steps)
+        program = self.programs.get(self.builder.decode_key(bucket, flags, width))
+        packed = packing.pack_decode(batch, bucket, width, self.settings.max_num_seqs)
+        state = self.row_state if flags.needs_state else None
+        self.cache, self.last_tokens, state, report = program(
+            self.params, self.cache, self.last_tokens, state, self._put(packed)
+        )
+        self.row_state = state if flags.needs_state else self.row_state
+        report.copy_to_host_async()
+        return InFlight(batch, flags, report, None)
+
+    def _prompt_logprobs(
+        self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array
+    ) -> jax.Array | None:
+        wanted = [row.request.params.prompt_logprobs for row in batch.rows]
+        if all(n is None for n in wanted):
+            return None
+        flags = SamplingFlags.reporting(max(n or 0 for n in wanted))
+        key = ProgramKey("prompt_logprobs", flags=flags, size=bucket.tokens)
+        targets = packing.prompt_targets(batch, bucket)
+        report = self.programs.get(key)(self.params, hidden, self._put(targets))
+        report.copy_to_host_async()
+        return report
+
+    def _reset_rows(self, batch: ScheduledBatch) -> None:
+        if self.row_state is None:
+            make = partial(init_row_state, self.settings.max_num_seqs, self.graph.config.vocab_size)
+            self.row_state = jax.jit(make, out_shardings=self.builder.whole)()
+        for row in batch.rows:
+            if row.reset:
+                self._reset_row(row)
+
+    def _reset_row(self, row: ScheduledRow) -> None:
+        size = packing.reset_class(row, self.settings.max_model_len)
+        program = self.programs.get(ProgramKey("reset", size=size))
+        self.row_state = program(self.row_state, self._put(packing.pack_reset(row, size)))
+
+    def score(self, tokens: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Teacher-forced logits f32[T, V] of `tokens` through the paged path, using free `pages`."""
+        chunks = []
+        size = self.settings.buckets.mixed_tokens[-1]
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            bucket = self.settings.buckets.mixed(len(chunk), 1, len(pages))
+            packed = packing.pack_chunk(chunk, start, pages, bucket, self.layout.page_size)
+            self.cache, _, hidden = self.programs.get(ProgramKey("forward", bucket))(
+                self.params, self.cache, self.last_tokens, self._put(packed)
+            )
+            logits = self.programs.get(ProgramKey("logits", size=bucket.tokens))
+            chunks.append(np.asarray(logits(self.params, hidden))[: len(chunk)])
+        return np.concatenate(chunks)
+
+    def _count(self, real: int, computed: int) -> None:
+        self.waste.real += real
+        self.waste.padded += computed - real
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self.builder.whole)
