@@ -1,0 +1,135 @@
+"""The one attention operation of the engine, its implementations, and the write beside it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.reference import attend_reference
+from octavo.attention.xla import attend_xla
+from octavo.cache.layout import LayerCache
+
+Implementation = Callable[
+    [Array, LayerCache, AttentionMeta, AttentionSpec, Array | None],
+    Array,
+]
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": attend_reference,
+    "xla": attend_xla,
+}
+"""What `impl` may name. Each raises NotImplementedError, before any work, for what it can't do."""
+
+AUTO_ORDER = ("xla",)
+"""What "auto" tries, in order."""
+
+
+def attend(
+    q: Float[Array, "T H D"],
+    layer: LayerCache,
+    meta: AttentionMeta,
+    spec: AttentionSpec,
+    impl: str = "auto",
+    sinks: Float[Array, " H"] | None = None,
+    mesh: Mesh | None = None,
+) -> Float[Array, "T H D"]:
+    """Causal attention of a step's queries over the paged keys of their rows.
+
+    Query head h reads KV head h // (H // K). The step's own keys must already be in the cache
+    (`write`). Padding tokens come out as zeros, whatever the cache holds.
+
+    Args:
+        q: queries, rows one after another, padded to T.
+        layer: k and v of this layer, [N, p, K, D].
+        meta: which tokens and pages belong to which row.
+        spec: scale, window, soft cap, sinks, sharding axis.
+        impl: "auto", or a name in IMPLEMENTATIONS, which then never falls back.
+        sinks: sink logit of each head; given exactly when spec.sinks.
+        mesh: with spec.mesh_axis, shards query and KV heads over that axis.
+
+    Raises:
+        ValueError: shapes or arguments that contradict each other.
+        NotImplementedError: the named implementation, or each one under "auto", refuses; the
+            message gives every reason.
+    """
+    _validate(q, layer, meta, spec, sinks)
+    run = partial(_attend_with, impl=impl, spec=spec)
+    if mesh is None or spec.mesh_axis is None:
+        return run(q, layer, meta, sinks)
+    heads = PartitionSpec(None, spec.mesh_axis, None)
+    pages = PartitionSpec(None, None, spec.mesh_axis, None)
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(heads, pages, PartitionSpec(), PartitionSpec(spec.mesh_axis)),
+        out_specs=heads,
+        # Loop carries start as constants, which are unvarying over the axis; nothing here
+        # communicates, so the check could only ask for casts.
+        check_vma=False,
+    )
+    return sharded(q, layer, meta, sinks)
+
+
+def write(
+    layer: LayerCache,
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    meta: AttentionMeta,
+) -> LayerCache:
+    """The layer with each token's key and value in its slot; in place when the layer is donated.
+
+    Values are cast to the cache's dtype. Padding tokens land in the padding page.
+    """
+    return LayerCache(_scatter(layer.k, k, meta.slots), _scatter(layer.v, v, meta.slots))
+
+
+def _scatter(pages: Array, tokens: Array, slots: Array) -> Array:
+    flat = pages.reshape(-1, *pages.shape[2:])
+    return flat.at[slots].set(tokens.astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+
+def _attend_with(
+    q: Array,
+    layer: LayerCache,
+    meta: AttentionMeta,
+    sinks: Array | None,
+    *,
+    impl: str,
+    spec: AttentionSpec,
+) -> Array:
+    if impl != "auto":
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl={impl!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
+        return IMPLEMENTATIONS[impl](q, layer, meta, spec, sinks)
+    refusals = []
+    for name in AUTO_ORDER:
+        try:
+            return IMPLEMENTATIONS[name](q, layer, meta, spec, sinks)
+        except NotImplementedError as refusal:
+            refusals.append(f"{name}: {refusal}")
+    raise NotImplementedError("no implementation accepts this: " + "; ".join(refusals))
+
+
+def _validate(
+    q: Array, layer: LayerCache, meta: AttentionMeta, spec: AttentionSpec, sinks: Array | None
+) -> None:
+    _, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, key_dim = layer.k.shape
+    if layer.v.shape != layer.k.shape:
+        raise ValueError(f"v pages {layer.v.shape} differ from k pages {layer.k.shape}")
+    if head_dim != key_dim:
+        raise ValueError(f"queries have head_dim {head_dim}, keys {key_dim}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads can't share {num_kv_heads} KV heads evenly")
+    if spec.sinks != (sinks is not None):
+        raise ValueError(f"spec.sinks is {spec.sinks} but sinks is {type(sinks).__name__}")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}, expected ({num_heads},)")
+    if meta.max_query_len == 1 and q.shape[0] != meta.kv_lens.shape[0]:
+        raise ValueError(
+            f"a decode step (max_query_len 1) has one token a row, not {q.shape[0]} tokens "
+            f"for {meta.kv_lens.shape[0]} rows"
+        )
