@@ -9,7 +9,7 @@ import datetime
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import Any, NoReturn
@@ -82,11 +82,12 @@ def _environment() -> "_BoundedEnvironment":
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,
+        finalize=_measured,
         extensions=["jinja2.ext.loopcontrols", _Generation],
     )
-    for name, check in _FILTER_CHECKS.items():
-        environment.filters[name] = _checked(environment.filters[name], check)
     environment.filters["tojson"] = _to_json
+    for name, function in environment.filters.items():
+        environment.filters[name] = _checked(function, _FILTER_CHECKS.get(name))
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -142,6 +143,8 @@ def _tick() -> None:
 
 
 def _concat(*values: Any) -> str:
+    for value in values:
+        _measured(value)
     texts = [str(value) for value in values]
     _check_size(sum(map(len, texts)))
     return "".join(texts)
@@ -150,6 +153,24 @@ def _concat(*values: Any) -> str:
 def _check_size(size: int) -> None:
     if size > MAX_TEXT_CHARS:
         raise ChatTemplateError(f"chat template made more than {MAX_TEXT_CHARS} characters")
+
+
+def _measured(value: Any) -> Any:
+    """`value` itself once its text is known to be within bounds, however it is nested.
+
+    A list may hold one large string a thousand times: small until it is printed.
+    """
+    size, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        size += len(item) if isinstance(item, str) else 1
+        _check_size(size + len(waiting))
+        if isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            _check_size(size + len(waiting) + len(item))
+            waiting += item
+    return value
 
 
 def _check_count(*values: Any) -> None:
@@ -246,7 +267,8 @@ def _check_replace(text: Any, old: Any, new: Any, *rest: Any, **options: Any) ->
 
 
 def _check_join(values: Any, separator: Any = "", *rest: Any, **options: Any) -> None:
-    _check_size(len(values) * len(str(separator)) + sum(len(str(value)) for value in values))
+    _measured(values)
+    _check_size(len(values) * len(str(separator)))
 
 
 def _check_sum(values: Any, attribute: Any = None, start: Any = 0) -> None:
@@ -266,25 +288,37 @@ _METHOD_CHECKS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "join": lambda separator, values: _check_join(list(values), separator),
 }
-_FILTER_CHECKS: dict[str, Callable[..., None]] = {
+_FILTER_CHECKS: dict[str, Callable[..., Any]] = {
     "replace": _check_replace,
     "join": _check_join,
     "sum": _check_sum,
+    "string": _measured,
+    "tojson": lambda value, *rest, **options: _measured(value),
     "format": _check_format,
     **dict.fromkeys(("center", "indent", "batch", "slice", "wordwrap"), _check_arguments),
 }
 
 
-def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """A filter that first runs `check` on what it gets, a one-shot iterator made a list."""
+def _checked(function: Callable[..., Any], check: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A filter that first runs `check` on what it gets and gives no unmeasured iterator back."""
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)  # keeps jinja's mark that an evaluation context is passed first
     def run(*args: Any, **options: Any) -> Any:
-        value = args[skip]
-        if isinstance(value, Iterator):
-            value = list(value)
-        check(value, *args[skip + 1 :], **options)
-        return function(*args[:skip], value, *args[skip + 1 :], **options)
+        if check:
+            check(*args[skip:], **options)
+        result = function(*args, **options)
+        return _drained(result) if isinstance(result, Iterator) else result
 
     return run
+
+
+def _drained(values: Iterator[Any]) -> list[Any]:
+    """The values as a list, measured while they are made."""
+    out, size = [], 0
+    for value in values:
+        _tick()
+        size += len(value) if isinstance(value, Sized) else 1
+        _check_size(size)
+        out.append(value)
+    return out

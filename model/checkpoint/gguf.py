@@ -46,10 +46,14 @@ class GgufSource:
 
     Undoes what llama.cpp's converter did: the rotary order of llama's q and k rows, and the 1
     added to Gemma's norm weights.
+
+    Attributes:
+        metadata: the (first) file's, tokenizer included.
     """
 
     def __init__(self, file: GgufFile) -> None:
         """Refuses an unsupported architecture or tensor type and a truncated file, by name."""
+        self.metadata = file.metadata
         self._family = architecture_of(file)
         for tensor in file.tensors.values():
             tensor.raw()

@@ -1,0 +1,136 @@
+"""What ends a text, and how a model's authors would sample it. No jax.
+
+Sources: config.json, generation_config.json, the tokenizer's files or GGUF metadata.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.model.checkpoint.gguf import GgufSource, open_gguf
+from octavo.model.checkpoint.source import CheckpointError
+
+if TYPE_CHECKING:  # the config brings jax
+    from octavo.model.config import ModelConfig
+
+_GGUF_ENDS = ("eos", "eot", "eom")
+_GGUF_END_TEXTS = frozenset(
+    (
+        "</s>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<end_of_turn>",
+    )
+)
+"""Control tokens that end a text or a turn; a GGUF names one of them where
+generation_config.json lists all."""
+
+_CONTROL_TYPE = 3
+
+_FIELDS: dict[str, tuple[str, float, float]] = {
+    "temperature": ("temperature", 0.0, 100.0),
+    "top_k": ("top_k", 0, 2**31 - 1),
+    "top_p": ("top_p", 0.0, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "repetition_penalty": ("repetition_penalty", 1e-6, 10.0),
+    "max_new_tokens": ("max_tokens", 1, 2**31 - 1),
+}
+"""generation_config.json's field -> SamplingParams' field and its range."""
+
+_ALWAYS = ("repetition_penalty", "max_new_tokens")
+
+
+def stop_and_defaults(
+    where: str | Path | GgufSource, config: "ModelConfig"
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """End-of-sequence ids and default sampling fields of a checkpoint.
+
+    `where` is a Hugging Face folder, a GGUF file or an open one. The ids are the union of
+    config.json's, generation_config.json's and the tokenizer's, sorted, less those the vocabulary
+    does not have. The defaults are SamplingParams fields, from generation_config.json:
+    temperature, top_k, top_p and min_p count if `do_sample` is true or left out beside them;
+    `"do_sample": false` makes greedy decoding the default (temperature 0). repetition_penalty and
+    max_new_tokens (as max_tokens) count either way. CheckpointError names a file that is not JSON
+    or a value out of range.
+    """
+    if isinstance(where, str | Path) and Path(where).suffix == ".gguf":
+        where = open_gguf(where)
+    if isinstance(where, GgufSource):
+        found, defaults = gguf_eos_ids(where.metadata), {}
+    else:
+        folder = Path(where)
+        generation = _read(folder / "generation_config.json")
+        found = _ids(generation.get("eos_token_id"), folder / "generation_config.json")
+        found |= _tokenizer_eos(folder)
+        defaults = _defaults(generation, folder / "generation_config.json")
+    ids = sorted(found | set(config.eos_ids))
+    return tuple(id_ for id_ in ids if 0 <= id_ < config.vocab_size), defaults
+
+
+def gguf_eos_ids(metadata: dict[str, Any]) -> set[int]:
+    """Ids that end a text by GGUF metadata: those it names, and well-known control tokens."""
+    found = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_ENDS} - {None}
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    ends = (
+        index
+        for index, kind in enumerate(types)
+        if kind == _CONTROL_TYPE and index < len(tokens) and tokens[index] in _GGUF_END_TEXTS
+    )
+    return found | set(ends)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _ids(value: Any, path: Path) -> set[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in ids):
+        raise CheckpointError(f"{path}: eos_token_id is {value!r}, not an id or a list of ids")
+    return set(ids)
+
+
+def _tokenizer_eos(folder: Path) -> set[int]:
+    """The id of tokenizer_config.json's eos_token, found without building the tokenizer."""
+    described = _read(folder / "tokenizer_config.json")
+    token = described.get("eos_token") or _read(folder / "special_tokens_map.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return set()
+    for key, entry in (described.get("added_tokens_decoder") or {}).items():
+        if entry.get("content") == text:
+            return {int(key)}
+    backend = _read(folder / "tokenizer.json")
+    added = {entry["content"]: entry["id"] for entry in backend.get("added_tokens") or ()}
+    vocab = (backend.get("model") or {}).get("vocab")
+    id_ = added.get(text, vocab.get(text) if isinstance(vocab, dict) else None)
+    return set() if id_ is None else {id_}
+
+
+def _defaults(generation: dict[str, Any], path: Path) -> dict[str, Any]:
+    sample = generation.get("do_sample")
+    defaults: dict[str, Any] = {}
+    for name, (field, low, high) in _FIELDS.items():
+        value = generation.get(name)
+        if value is None or (sample is False and name not in _ALWAYS):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{path}: {name} is {value!r}, not a number")
+        if not low <= value <= high:
+            raise CheckpointError(f"{path}: {name} is {value}, not in [{low:g}, {high:g}]")
+        defaults[field] = int(value) if isinstance(low, int) else float(value)
+    if sample is False:
+        defaults["temperature"] = 0.0
+    return defaults
