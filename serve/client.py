@@ -180,6 +180,8 @@ class EngineClient:
     async def stop(self) -> int:
         """End the core, by force after STOP_SECONDS; its exit code."""
         self._stopping = True
+        if self.ready is None:
+            self.kill()
         if self._process.returncode is None:
             self._send(Shutdown())
             try:

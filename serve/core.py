@@ -50,6 +50,7 @@ class CoreEngine(Protocol):
 
     max_model_len: int
     eos_ids: tuple[int, ...]
+    generation: dict[str, Any]
 
     @property
     def model_config(self) -> Any:
@@ -70,6 +71,10 @@ class CoreEngine(Protocol):
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
+        ...
+
+    def recover(self, reason: str) -> list[TokenEvent]:
+        """After a step that raised: fail what is in flight and be ready for new requests."""
         ...
 
     def stats(self) -> EngineStats:
@@ -138,10 +143,9 @@ class CoreLoop:
         except Exception as error:
             log.exception("engine step failed")
             self._step_failures += 1
-            self._fail_all(f"the engine failed: {type(error).__name__}: {error}")
-            if self._step_failures < MAX_STEP_FAILURES:
+            if self._recover(f"the engine failed: {type(error).__name__}: {error}"):
                 return True
-            self.broadcast(Fatal(f"{MAX_STEP_FAILURES} steps failed in a row; last: {error}"))
+            self.broadcast(Fatal(f"engine steps keep failing; the last: {error}"))
             return False
         self._step_failures = 0
         self._route(events)
@@ -177,7 +181,7 @@ class CoreLoop:
             max_model_len=engine.max_model_len,
             vocab_size=engine.model_config.vocab_size,
             eos_ids=tuple(engine.eos_ids),
-            generation=dict(getattr(engine, "generation_defaults", {})),
+            generation=dict(engine.generation),
         )
 
     def _add(self, identity: bytes, requests: list[Request]) -> None:
@@ -222,14 +226,17 @@ class CoreLoop:
         for owner, news in by_owner.items():
             self._send(owner, Events(news))
 
-    def _fail_all(self, message: str) -> None:
+    def _recover(self, reason: str) -> bool:
+        """Clean errors for everything in flight; False when the engine can't be made ready."""
+        try:
+            self._engine.recover(reason)
+            usable = self._step_failures < MAX_STEP_FAILURES
+        except Exception:
+            log.exception("the engine could not recover")
+            usable = False
         ids = list(self._owners)
-        self._route([TokenEvent(i, finish_reason=FINISH_ERROR, error=message) for i in ids])
-        for request_id in ids:
-            try:
-                self._engine.abort(request_id)
-            except Exception:
-                log.exception("abort of %s failed", request_id)
+        self._route([TokenEvent(i, finish_reason=FINISH_ERROR, error=reason) for i in ids])
+        return usable
 
     def _send_stats(self) -> None:
         self._stats_due = self._clock() + STATS_PERIOD

@@ -41,7 +41,7 @@ class TextDecoder(Protocol):
 
 
 class TokenTable:
-    """Texts of single tokens of one tokenizer; shared by all requests, at most one entry a token."""
+    """Texts of one tokenizer's tokens, shared by all requests; at most one entry a token."""
 
     def __init__(self, tokenizer: TextDecoder) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +60,7 @@ class TokenTable:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def alone(self, token_id: int) -> str | None:
-        """Text the token adds whatever surrounds it, or None when that depends on its neighbours."""
+        """Text the token adds whatever surrounds it; None when its neighbours decide that."""
         try:
             return self._alone[token_id]
         except KeyError:
@@ -92,7 +92,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def piece_bytes(piece: str) -> bytes | None:
-    """Bytes of a byte-fallback (`<0x0A>`) or byte-level vocabulary piece; None for other spellings."""
+    """Bytes of a byte-fallback (`<0x0A>`) or byte-level vocabulary piece; else None."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return bytes.fromhex(piece[3:5])
     alphabet = _byte_alphabet()

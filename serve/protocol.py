@@ -5,15 +5,13 @@ SamplingParams, prompts and messages by `prompts.py`, so that each message names
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.sampling.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from octavo.serve.errors import ApiError, invalid, unsupported
-
-Body = TypeVar("Body", bound=BaseModel)
 
 # Accepted and without effect: they label, store or route, and change no token.
 HARMLESS = frozenset(
@@ -171,7 +169,7 @@ class DetokenizeBody(BaseModel):
     tokens: list[int]
 
 
-def parse_body(kind: type[Body], raw: bytes, *, any_extra: bool = False) -> Body:
+def parse_body[Body: BaseModel](kind: type[Body], raw: bytes, *, any_extra: bool = False) -> Body:
     """The validated body; ApiError 400 naming the field, its value and what is accepted.
 
     Unknown fields are refused (ignoring one would answer another question than was asked) unless
@@ -207,7 +205,9 @@ def _first_problem(error: ValidationError) -> ApiError:
     where = [str(part) for part in problem["loc"]]
     param = where[0] if where else None
     # A union's branches show up in the location; of them only indices help the caller.
-    path = ".".join(where[:1] + [part for part in where[1:] if part.isidentifier() or part.isdigit()])
+    path = ".".join(
+        where[:1] + [part for part in where[1:] if part.isidentifier() or part.isdigit()]
+    )
     value = repr(problem["input"])
     shown = value if len(value) <= 80 else value[:77] + "..."
     if problem["type"] == "missing":

@@ -1,0 +1,134 @@
+"""What the routes share: settings, the engine client, the tokenizer, and who may come in."""
+
+import hashlib
+import hmac
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+from fastapi import Request
+
+from octavo.serve import errors
+from octavo.serve.client import EngineClient
+from octavo.serve.config import EngineConfig, ServerConfig
+from octavo.serve.detokenize import TokenTable
+from octavo.serve.errors import ApiError
+from octavo.serve.metrics import Recorder, ServerCollector
+from octavo.serve.prompts import PromptEncoder, Tokenizer
+from octavo.serve.wire import Ready
+
+TOKENIZER_THREADS = 2
+
+
+@dataclass
+class ServerContext:
+    """State of one API process.
+
+    Attributes:
+        names: model names clients may use; the first is the one answers carry.
+        encoder, table: set by `attach_tokenizer` once the tokenizer is loaded.
+        draining: no new requests are taken.
+        fingerprint: version and settings of what answers, for system_fingerprint.
+    """
+
+    engine_config: EngineConfig
+    config: ServerConfig
+    client: EngineClient
+    recorder: Recorder = field(default_factory=Recorder)
+    draining: bool = False
+    tokenizer_ready: bool = False
+    table: TokenTable | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.version = version("octavo")
+        self.names = tuple(self.config.served_model_name) or (self.engine_config.model,)
+        digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
+        self.config_hash = digest[:12]
+        self.fingerprint = f"octavo-{self.version}-{self.config_hash}"
+        self.executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self.encoder = PromptEncoder(None, self.executor)
+        self.collector = ServerCollector(self.recorder, self.names[0])
+
+    def attach_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Take the loaded tokenizer, or None for a model without one."""
+        self.encoder = PromptEncoder(tokenizer, self.executor)
+        self.table = TokenTable(tokenizer) if tokenizer else None
+        self.tokenizer_ready = True
+
+    @property
+    def status(self) -> str:
+        """ "loading", "ready", "draining", "stuck" or "failed"."""
+        if self.client.failure is not None:
+            return "failed"
+        if self.client.ready is None or not self.tokenizer_ready:
+            return "loading"
+        if self.client.stuck_for() > self.config.watchdog_seconds:
+            return "stuck"
+        return "draining" if self.draining else "ready"
+
+    def require_ready(self) -> Ready:
+        """The loaded model; ApiError 503 while loading, draining or without an engine."""
+        status = self.status
+        if status == "failed":
+            raise errors.unavailable(f"the engine is down: {self.client.failure}")
+        if status == "loading":
+            raise errors.unavailable("the model is loading")
+        if status == "draining":
+            raise errors.unavailable("the server is shutting down")
+        assert self.client.ready is not None
+        return self.client.ready
+
+    def check_key(self, request: Request) -> None:
+        """ApiError 401 unless the request carries the API key, if one is set."""
+        if not self.config.api_key:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        if not hmac.compare_digest(given, self.config.api_key.encode()):
+            raise errors.unauthorized()
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 for a model that isn't served; none means the one that is."""
+        if name is not None and name not in self.names:
+            raise errors.unknown_model(name, self.names)
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the app that handles `request`."""
+    return request.app.state.context
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request body; ApiError 413 as soon as it is known to be over `limit` bytes."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit:
+        raise errors.body_too_large(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise errors.body_too_large(limit)
+    return bytes(body)
+
+
+def check_length(prompt_tokens: int, max_tokens: int | None, default: int, limit: int) -> int:
+    """The tokens to generate; ApiError 400 when prompt and answer don't fit the context.
+
+    None asks for `default`, shortened to what is left, at least 1.
+    """
+    if prompt_tokens == 0:
+        raise errors.invalid("prompt must hold at least one token", "prompt")
+    if max_tokens is not None and max_tokens < 0:
+        raise errors.invalid(f"max_tokens must be at least 0, not {max_tokens}", "max_tokens")
+    wanted = max(1, min(default, limit - prompt_tokens)) if max_tokens is None else max_tokens
+    if prompt_tokens + wanted > limit:
+        raise ApiError(
+            400,
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}: together "
+            f"{prompt_tokens + wanted}, but the context holds {limit}",
+            param="max_tokens" if prompt_tokens < limit else "prompt",
+            code="context_length_exceeded",
+        )
+    return wanted

@@ -1,0 +1,347 @@
+"""One generating HTTP request: its samples, from engine events to answer objects or SSE bytes."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.serve import errors, responses
+from octavo.serve.client import Call, EngineClient
+from octavo.serve.detokenize import Detokenizer, TokenTable
+from octavo.serve.metrics import Recorder
+from octavo.serve.output import Delta, SampleOutput, TokenText
+from octavo.serve.prompts import Prompt
+from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an answer reports.
+
+    Attributes:
+        chat: chat format; else completions format.
+        logprobs: alternatives a token, None for no log-probabilities.
+        prompt_logprobs: alternatives a prompt token in the extension field, None for none.
+        echo: completions repeat the prompt before the text.
+        token_ids: report token ids beside the text.
+        usage: a stream ends with a usage event.
+    """
+
+    chat: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    token_ids: bool = False
+    usage: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sample of one prompt."""
+
+    index: int
+    prompt: Prompt
+    request: Request
+    sample: SampleOutput
+    last_time: float
+    parts: list[str] = field(default_factory=list)
+    tokens: list[TokenText] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    echoed: tuple[str, list[TokenText]] | None = None
+
+
+class Generation:
+    """Runs the choices of one request through the engine.
+
+    Every way out of `collect` and `stream` leaves nothing running in the engine.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        recorder: Recorder,
+        table: TokenTable | None,
+        identity: responses.Identity,
+        wanted: Wanted,
+    ) -> None:
+        self._client = client
+        self._recorder = recorder
+        self._table = table
+        self._identity = identity
+        self._wanted = wanted
+        self._started = time.monotonic()
+        self._running: dict[str, Choice] = {}
+        self._writers: list[responses.ChunkWriter] = []
+        self._greeted: set[int] = set()
+        self.choices: list[Choice] = []
+        self.call: Call | None = None
+
+    def add(self, prompt: Prompt, request: Request) -> None:
+        """One more sample; index is the order of adding."""
+        track = self._wanted.logprobs is not None or self._wanted.token_ids
+        sample = SampleOutput(request.params, self._table, track=track, eos_ids=request.eos_ids)
+        choice = Choice(len(self.choices), prompt, request, sample, self._started)
+        self.choices.append(choice)
+
+    def start(self) -> Call:
+        """Submit. Samples that want no token and no prompt log-probabilities end here."""
+        for choice in self.choices:
+            params = choice.request.params
+            if params.max_tokens == 0 and params.prompt_logprobs is None:
+                choice.finish_reason = FINISH_LENGTH
+            else:
+                self._running[choice.request.request_id] = choice
+        self.call = self._client.submit([c.request for c in self._running.values()])
+        return self.call
+
+    async def collect(self) -> None:
+        """Run to the end, filling the choices; ApiError when a sample fails."""
+        assert self.call is not None
+        try:
+            while self._running:
+                for event in await self.call.next():
+                    for choice, delta in self._advance(event):
+                        self._keep(choice, delta)
+        finally:
+            self.call.close()
+
+    def _keep(self, choice: Choice, delta: Delta) -> None:
+        if delta.finish_reason == FINISH_ERROR:
+            raise errors.internal(delta.error or "the sample failed")
+        choice.parts.append(delta.text)
+        choice.tokens.extend(delta.tokens)
+
+    async def first_events(self) -> list[TokenEvent]:
+        """Wait for news, so that a refusal still gets an HTTP status of its own."""
+        assert self.call is not None
+        if not self._running:
+            return []
+        events = await self.call.next()
+        for event in events:
+            if event.finish_reason == FINISH_ERROR and not event.token_ids:
+                self.call.close()
+                raise errors.internal(event.error or "the sample failed")
+        return events
+
+    async def stream(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
+        """SSE bytes, starting with `events`; what is ready together is yielded together."""
+        assert self.call is not None
+        with_usage = self._wanted.usage
+        self._writers = [
+            responses.ChunkWriter(
+                self._identity, c.index, chat=self._wanted.chat, with_usage=with_usage
+            )
+            for c in self.choices
+        ]
+        done = [c for c in self.choices if c.finish_reason is not None]
+        opening = b"".join(self._greet(c) + self._last(c, Delta(), c.finish_reason) for c in done)
+        if opening:
+            yield opening
+        try:
+            while self._running:
+                body = b"".join(self._render(event) for event in events)
+                if body:
+                    yield body
+                if self._running:
+                    events = await self.call.next()
+        finally:
+            self.call.close()
+        yield (self._usage_event() if with_usage else b"") + responses.SSE_DONE
+
+    def _advance(self, event: TokenEvent) -> list[tuple[Choice, Delta]]:
+        """Deltas of one event, with timings recorded and the engine told of stop strings."""
+        choice = self._running.get(event.request_id)
+        if choice is None:
+            return []
+        self._time(choice, len(event.token_ids))
+        deltas = choice.sample.push(event)
+        reason = choice.sample.finish_reason
+        if reason is not None:
+            del self._running[event.request_id]
+            assert self.call is not None
+            if choice.sample.ended_early:
+                self.call.finish(event.request_id)
+            choice.finish_reason = reason
+            choice.stop_reason = deltas[-1].stop_reason
+            self._recorder.ended(
+                reason, self._started, len(choice.prompt.ids), choice.sample.completion_tokens
+            )
+        return [(choice, delta) for delta in deltas]
+
+    def _time(self, choice: Choice, count: int) -> None:
+        if not count:
+            return
+        now = time.monotonic()
+        elapsed, choice.last_time = now - choice.last_time, now
+        if choice.sample.completion_tokens:
+            self._recorder.inter_token.observe(elapsed / count)
+        else:
+            self._recorder.time_to_first_token.observe(elapsed)
+
+    def _render(self, event: TokenEvent) -> bytes:
+        body = b""
+        for choice, delta in self._advance(event):
+            if choice.index not in self._greeted:
+                body += self._greet(choice)
+            if delta.finish_reason == FINISH_ERROR:
+                raise errors.internal(delta.error or "the sample failed")
+            if delta.finish_reason is not None:
+                body += self._last(choice, delta, delta.finish_reason)
+            elif delta.tokens:
+                body += self._writers[choice.index].full(delta.text, **self._detail(choice, delta))
+            elif delta.text:
+                body += self._writers[choice.index].text(delta.text)
+        return body
+
+    def _greet(self, choice: Choice) -> bytes:
+        """A choice's first event: the role in chat, the prompt when it is echoed."""
+        self._greeted.add(choice.index)
+        writer = self._writers[choice.index]
+        ids = {"prompt_token_ids": choice.prompt.ids} if self._wanted.token_ids else {}
+        if self._wanted.chat:
+            return writer.role(ids)
+        if not self._wanted.echo:
+            return writer.full("", extra=ids) if ids else b""
+        text, tokens = self.prompt_text(choice)
+        logprobs = self._logprobs(choice, tokens, 0) if self._wanted.logprobs is not None else None
+        return writer.full(text, logprobs=logprobs, extra=ids)
+
+    def _last(self, choice: Choice, delta: Delta, reason: str | None) -> bytes:
+        return self._writers[choice.index].full(
+            delta.text,
+            finish_reason=reason,
+            stop_reason=delta.stop_reason,
+            **self._detail(choice, delta),
+        )
+
+    def _detail(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        detail: dict[str, Any] = {}
+        if self._wanted.logprobs is not None and delta.tokens:
+            detail["logprobs"] = self._logprobs(choice, delta.tokens, self._echo_chars(choice))
+        if self._wanted.token_ids:
+            detail["extra"] = {"token_ids": [t.token_id for t in delta.tokens]}
+        return detail
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenText], offset: int) -> Any:
+        top_n = self._wanted.logprobs or 0
+        assert self._table is not None
+        if self._wanted.chat:
+            return responses.chat_logprobs(tokens, top_n, self._table)
+        return responses.completion_logprobs(tokens, top_n, self._table, offset)
+
+    def _echo_chars(self, choice: Choice) -> int:
+        return len(self.prompt_text(choice)[0]) if self._wanted.echo else 0
+
+    def prompt_text(self, choice: Choice) -> tuple[str, list[TokenText]]:
+        """The echoed prompt and its tokens, with log-probabilities if the engine sent them."""
+        if choice.echoed is None:
+            choice.echoed = self._echo(choice)
+        return choice.echoed
+
+    def _echo(self, choice: Choice) -> tuple[str, list[TokenText]]:
+        assert self._table is not None
+        skip = choice.request.params.skip_special_tokens
+        text, pieces = echo_pieces(choice.prompt, self._table, skip)
+        entries = choice.sample.prompt_logprobs or (None,) * len(pieces)
+        tokens: list[TokenText] = []
+        start = 0
+        for token_id, piece, entry in zip(choice.prompt.ids, pieces, entries):
+            tokens.append(TokenText(token_id, piece, start, entry))
+            start += len(piece)
+        return text, tokens
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the whole request: each prompt once, every sample's output."""
+        firsts = {id(c.prompt): c for c in reversed(self.choices)}.values()
+        return responses.usage(
+            sum(len(c.prompt.ids) for c in firsts),
+            sum(c.sample.completion_tokens for c in self.choices),
+            sum(c.sample.cached_tokens for c in firsts),
+        )
+
+    def _usage_event(self) -> bytes:
+        kind = "chat.completion.chunk" if self._wanted.chat else "text_completion"
+        return responses.sse({**self._identity.fields(kind), "choices": [], "usage": self.usage()})
+
+    def answer(self) -> bytes:
+        """The whole answer once `collect` is done."""
+        kind = "chat.completion" if self._wanted.chat else "text_completion"
+        one: Callable[[Choice], dict[str, Any]] = (
+            self._chat_choice if self._wanted.chat else self._text_choice
+        )
+        body = self._identity.fields(kind)
+        body["choices"] = [one(choice) for choice in self.choices]
+        body["usage"] = self.usage()
+        if self._wanted.chat:
+            body.update(self._prompt_extras(self.choices[0]))
+        return responses.to_json(body)
+
+    def _chat_choice(self, choice: Choice) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": "".join(choice.parts), "refusal": None},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._wanted.logprobs is not None:
+            out["logprobs"] = self._logprobs(choice, choice.tokens, 0)
+        if self._wanted.token_ids:
+            out["token_ids"] = [t.token_id for t in choice.tokens]
+        return out
+
+    def _text_choice(self, choice: Choice) -> dict[str, Any]:
+        text, tokens = "".join(choice.parts), choice.tokens
+        if self._wanted.echo:
+            echoed, prompt_tokens = self.prompt_text(choice)
+            for token in tokens:
+                token.start += len(echoed)
+            text, tokens = echoed + text, prompt_tokens + tokens
+        out: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._wanted.logprobs is not None:
+            out["logprobs"] = self._logprobs(choice, tokens, 0)
+        if self._wanted.token_ids:
+            out["token_ids"] = [t.token_id for t in choice.tokens]
+        return out | self._prompt_extras(choice)
+
+    def _prompt_extras(self, choice: Choice) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if self._wanted.token_ids:
+            extras["prompt_token_ids"] = choice.prompt.ids
+        if self._wanted.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = responses.prompt_logprobs_by_id(
+                choice.prompt.ids,
+                choice.sample.prompt_logprobs or (),
+                self._wanted.prompt_logprobs,
+                self._table,
+            )
+        return extras
+
+
+def echo_pieces(prompt: Prompt, table: TokenTable, skip: bool) -> tuple[str, list[str]]:
+    """The prompt's text and the slice of each of its tokens.
+
+    Text that was given is repeated as it was given: specials written in it stay, specials that the
+    tokenizer put before it don't show. Ids follow skip_special_tokens.
+    """
+    pieces = _slices(prompt.ids, table, skip and prompt.text is None)
+    if prompt.text is None:
+        return "".join(pieces), pieces
+    if "".join(pieces) != prompt.text and prompt.ids[0] in table.special_ids:
+        pieces = ["", *_slices(prompt.ids[1:], table, False)]
+    return prompt.text, pieces
+
+
+def _slices(ids: Sequence[int], table: TokenTable, skip: bool) -> list[str]:
+    detokenizer = Detokenizer(table, skip_special_tokens=skip, continues=False)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    if pieces:
+        pieces[-1] += detokenizer.flush()
+    return pieces

@@ -1,0 +1,209 @@
+"""Prompts of a request as token ids: checked, rendered and encoded off the event loop."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from octavo.serve.detokenize import TextDecoder
+from octavo.serve.errors import ApiError, invalid
+from octavo.serve.protocol import ChatBody, CompletionBody, TokenizeBody
+
+MAX_PROMPTS = 2048
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_NOT_TEXT = "only text parts are accepted; images, audio and files are not supported"
+_TEMPLATE_OWN = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "template"}
+)
+
+
+class Tokenizer(TextDecoder, Protocol):
+    """What the server needs of a tokenizer."""
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Ids of a rendered conversation, without a second BOS."""
+        ...
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """A conversation rendered by the chat template."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the text they came from if they came from text."""
+
+    ids: tuple[int, ...]
+    text: str | None = None
+
+
+def split_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts in the `prompt` field: a string, strings, ids, or lists of ids; ApiError 400."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise invalid(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such "
+            f"lists, not {_shown(prompt)}",
+            "prompt",
+        )
+    if not prompt:
+        raise invalid("prompt must not be empty", "prompt")
+    if _all_ids(prompt):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid(f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS}", "prompt")
+    for i, item in enumerate(prompt):
+        if not isinstance(item, str) and not (isinstance(item, list) and _all_ids(item)):
+            raise invalid(
+                f"prompt[{i}] must be a string or a list of token ids, not {_shown(item)}",
+                "prompt",
+            )
+    return prompt
+
+
+def _all_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def normalise_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: text content, parsed arguments; ApiError 400."""
+    if not messages:
+        raise invalid("messages must hold at least one message", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _wrong(where, f"must be an object, not {_shown(message)}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {_shown(role)}")
+    calls = message.get("tool_calls")
+    out: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    content = message.get("content")
+    if content is None and not (role == "assistant" and (calls or message.get("function_call"))):
+        raise _wrong(f"{where}.content", "is required")
+    out["content"] = None if content is None else _content(content, f"{where}.content")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(name) is not None:
+            if not isinstance(message[name], str):
+                raise _wrong(f"{where}.{name}", f"must be a string, not {_shown(message[name])}")
+            out[name] = message[name]
+    if calls:
+        out["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    return out
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, f"must be a string or a list of parts, not {_shown(content)}")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal"):
+            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {_shown(kind or part)}")
+        if not isinstance(part.get(kind), str):
+            raise _wrong(f"{where}[{i}].{kind}", f"must be a string, not {_shown(part.get(kind))}")
+        texts.append(part[kind])
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """History's tool calls; arguments become objects, which is what templates iterate over."""
+    if not isinstance(calls, list):
+        raise _wrong(where, f"must be a list, not {_shown(calls)}")
+    out: list[dict[str, Any]] = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(f"{where}[{i}].function", "must be an object with a name")
+        arguments = function.get("arguments") or "{}"
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise _wrong(f"{where}[{i}].function.arguments", "must be JSON") from None
+        out.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+    return out
+
+
+def _wrong(where: str, what: str) -> ApiError:
+    return invalid(f"{where} {what}", where)
+
+
+def chat_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Keyword arguments of `encode_chat`; ApiError 400 for reserved template variables."""
+    extra = body.chat_template_kwargs or {}
+    clash = sorted(_TEMPLATE_OWN & set(extra))
+    if clash:
+        raise invalid(f"chat_template_kwargs may not set {clash[0]}", "chat_template_kwargs")
+    goes_on = bool(body.continue_final_message)
+    asked = body.add_generation_prompt
+    options = {
+        **extra,
+        "add_generation_prompt": not goes_on if asked is None else asked,
+        "continue_final_message": goes_on,
+    }
+    if body.chat_template is not None:
+        options["template"] = body.chat_template
+    return options
+
+
+class PromptEncoder:
+    """Tokenises and renders in a thread pool. `tokenizer` is None for a model without one."""
+
+    def __init__(self, tokenizer: Tokenizer | None, executor: Executor) -> None:
+        self.tokenizer = tokenizer
+        self._executor = executor
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer; ApiError 400 naming `param` if the model has none."""
+        if self.tokenizer is None:
+            raise invalid(f"{param}: this model has no tokenizer; send token ids", param)
+        return self.tokenizer
+
+    async def completion(self, body: CompletionBody) -> list[Prompt]:
+        """The prompts of a completion request."""
+        special = body.add_special_tokens is not False
+        return [await self._one(item, special) for item in split_prompts(body.prompt)]
+
+    async def text(self, text: str, add_special_tokens: bool) -> Prompt:
+        """One text."""
+        encode = self.need_tokenizer("prompt").encode
+        ids = await self._in_thread("prompt", encode, text, add_special_tokens)
+        return Prompt(tuple(ids), text)
+
+    async def chat(
+        self, messages: Sequence[Any], options: dict[str, Any], add_special_tokens: bool
+    ) -> Prompt:
+        """A conversation. The template alone decides special tokens unless told to add them."""
+        tokenizer = self.need_tokenizer("messages")
+        history = normalise_messages(messages)
+        if not add_special_tokens:
+            ids = await self._in_thread("messages", tokenizer.encode_chat, history, **options)
+            return Prompt(tuple(ids))
+        text = await self._in_thread("messages", tokenizer.render_chat, history, **options)
+        return await self.text(text, True)
+
+    async def _one(self, item: str | list[int], add_special_tokens: bool) -> Prompt:
+        if isinstance(item, str):
+            return await self.text(item, add_special_tokens)
+        return Prompt(tuple(item))
+
+    async def _in_thread(self, param: str, function: Any, *args: Any, **options: Any) -> Any:
+        """Run in the pool; what the tokenizer or template refuses is the caller's 400."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, lambda: function(*args, **options))
+        except ValueError as error:
+            raise invalid(f"{param}: {error}", param) from None

@@ -1,0 +1,206 @@
+"""Answers as JSON and server-sent events, written straight to bytes.
+
+A stream's events differ only in a few places, so a `ChunkWriter` prepares everything else once a
+choice and a token costs one string concatenation. Strings are escaped to ASCII: some clients split
+lines at U+2028 and its kin.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+
+import msgspec
+
+from octavo.serve.detokenize import TokenTable
+from octavo.serve.output import TokenText
+from octavo.serve.types import TokenLogprob
+
+SSE_DONE = b"data: [DONE]\n\n"
+# JSON has no -inf; this is what OpenAI sends for an impossible token.
+LOWEST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every object of one answer repeats."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """The leading fields of an answer of `object` type `kind`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON."""
+    return msgspec.json.encode(value)
+
+
+def sse(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def completion_logprobs(
+    tokens: Iterable[TokenText], top_n: int, table: TokenTable, offset: int = 0
+) -> dict[str, list[Any]]:
+    """/v1/completions' logprobs: parallel lists; `offset` is where the text starts.
+
+    A token without a log-probability (the first of a prompt) has null in both lists.
+    """
+    out: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for token in tokens:
+        entry = token.logprob
+        out["tokens"].append(token.text)
+        out["text_offset"].append(offset + token.start)
+        out["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
+        out["top_logprobs"].append(None if entry is None else _top_by_text(token, top_n, table))
+    return out
+
+
+def _top_by_text(token: TokenText, top_n: int, table: TokenTable) -> dict[str, float]:
+    """Text to log-probability of the likeliest tokens and the sampled one.
+
+    Two tokens may read the same (parts of characters do): the later is then named by its id.
+    """
+    assert token.logprob is not None
+    ranked = dict(token.logprob.top[:top_n])
+    ranked.setdefault(token.token_id, token.logprob.logprob)
+    out: dict[str, float] = {token.text: _finite(ranked[token.token_id])}
+    for token_id, logprob in ranked.items():
+        if token_id != token.token_id:
+            label = table.label(token_id)
+            out[f"token_id:{token_id}" if label in out else label] = _finite(logprob)
+    return out
+
+
+def chat_logprobs(
+    tokens: Iterable[TokenText], top_n: int, table: TokenTable
+) -> dict[str, list[dict[str, Any]] | None]:
+    """/v1/chat/completions' logprobs: one object a token."""
+    items: list[dict[str, Any]] = []
+    for token in tokens:
+        entry = token.logprob
+        if entry is None:
+            continue
+        whole = table.alone(token.token_id) is not None
+        raw = token.text.encode() if whole else table.raw_bytes(token.token_id)
+        item = _chat_token(token.text, entry.logprob, raw)
+        item["top_logprobs"] = [
+            _chat_token(token.text, logprob, raw)
+            if token_id == token.token_id
+            else _chat_token(table.label(token_id), logprob, table.raw_bytes(token_id))
+            for token_id, logprob in entry.top[:top_n]
+        ]
+        items.append(item)
+    return {"content": items, "refusal": None}
+
+
+def _chat_token(text: str, logprob: float, raw: bytes) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def prompt_logprobs_by_id(
+    ids: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    top_n: int,
+    table: TokenTable | None,
+) -> list[dict[str, Any] | None]:
+    """The `prompt_logprobs` extension: for each prompt token its alternatives by id."""
+    out: list[dict[str, Any] | None] = []
+    for token_id, entry in zip(ids, entries):
+        if entry is None:
+            out.append(None)
+            continue
+        found = {
+            top_id: (logprob, rank + 1) for rank, (top_id, logprob) in enumerate(entry.top[:top_n])
+        }
+        found[token_id] = (entry.logprob, entry.rank)
+        out.append(
+            {
+                str(i): {
+                    "logprob": _finite(logprob),
+                    "rank": rank,
+                    "decoded_token": table.label(i) if table else None,
+                }
+                for i, (logprob, rank) in found.items()
+            }
+        )
+    return out
+
+
+class ChunkWriter:
+    """Events of one choice of a stream."""
+
+    def __init__(self, identity: Identity, index: int, *, chat: bool, with_usage: bool) -> None:
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        head = msgspec.json.encode(identity.fields(kind)).decode()
+        self._chat = chat
+        self._start = f'data: {head[:-1]},"choices":[{{"index":{index},'
+        self._open = self._start + ('"delta":{"content":' if chat else '"text":')
+        self._close = "}" if chat else ""
+        self._end = ("]" + (',"usage":null' if with_usage else "") + "}\n\n").encode()
+        self._plain = (self._close + ',"logprobs":null,"finish_reason":null}').encode() + self._end
+
+    def text(self, text: str) -> bytes:
+        """The usual event: text and nothing else."""
+        return (self._open + quote(text)).encode() + self._plain
+
+    def role(self, extra: dict[str, Any]) -> bytes:
+        """A chat choice's first event."""
+        delta = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return (self._start + delta + _members(extra) + "}").encode() + self._end
+
+    def full(
+        self,
+        text: str,
+        *,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        """An event with everything spelled out."""
+        if self._chat and not text and finish_reason is not None:
+            head = self._start + '"delta":{}'
+        else:
+            head = self._open + quote(text) + self._close
+        rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            rest["stop_reason"] = stop_reason
+        rest.update(extra or {})
+        return (head + _members(rest) + "}").encode() + self._end
+
+
+def _members(fields: dict[str, Any]) -> str:
+    """Further members of an object that is already open."""
+    return "," + msgspec.json.encode(fields)[1:-1].decode() if fields else ""

@@ -1,0 +1,134 @@
+"""Everything that doesn't generate: models, tokenize, health, version, metrics."""
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.serve import responses
+from octavo.serve.context import ServerContext, context_of, read_body
+from octavo.serve.errors import invalid, unknown_model
+from octavo.serve.metrics import exposition
+from octavo.serve.prompts import chat_options
+from octavo.serve.protocol import DetokenizeBody, TokenizeBody, parse_body
+from octavo.serve.wire import Ready
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+router = APIRouter()
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(responses.to_json(value), status, media_type="application/json")
+
+
+def _card(context: ServerContext, name: str, ready: Ready) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "octavo",
+        "root": context.engine_config.model,
+        "parent": None,
+        "max_model_len": ready.max_model_len,
+    }
+
+
+@router.get("/v1/models", response_model=None)
+async def models(request: Request) -> Response:
+    """The names this server answers to."""
+    context = context_of(request)
+    context.check_key(request)
+    ready = context.require_ready()
+    cards = [_card(context, name, ready) for name in context.names]
+    return _json({"object": "list", "data": cards})
+
+
+@router.get("/v1/models/{name:path}", response_model=None)
+async def model(request: Request, name: str) -> Response:
+    """One of the names."""
+    context = context_of(request)
+    context.check_key(request)
+    ready = context.require_ready()
+    if name not in context.names:
+        raise unknown_model(name, context.names)
+    return _json(_card(context, name, ready))
+
+
+@router.post("/tokenize", response_model=None)
+async def tokenize(request: Request) -> Response:
+    """Ids of a text, or of a conversation rendered by the chat template."""
+    context = context_of(request)
+    context.check_key(request)
+    ready = context.require_ready()
+    raw = await read_body(request, context.config.max_body_bytes)
+    body = parse_body(TokenizeBody, raw, any_extra=True)
+    context.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        special = body.add_special_tokens is True
+        prompt = await context.encoder.chat(body.messages, chat_options(body), special)
+    else:
+        special = body.add_special_tokens is not False
+        prompt = await context.encoder.text(body.prompt or "", special)
+    answer: dict[str, object] = {
+        "count": len(prompt.ids),
+        "max_model_len": ready.max_model_len,
+        "tokens": prompt.ids,
+    }
+    if body.return_token_strs:
+        tokenizer = context.encoder.need_tokenizer("return_token_strs")
+        answer["token_strs"] = [tokenizer.id_to_token(i) for i in prompt.ids]
+    return _json(answer)
+
+
+@router.post("/detokenize", response_model=None)
+async def detokenize(request: Request) -> Response:
+    """Text of token ids, special tokens spelled out."""
+    context = context_of(request)
+    context.check_key(request)
+    ready = context.require_ready()
+    raw = await read_body(request, context.config.max_body_bytes)
+    body = parse_body(DetokenizeBody, raw, any_extra=True)
+    context.check_model(body.model)
+    tokenizer = context.encoder.need_tokenizer("tokens")
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
+        raise invalid(f"tokens: token ids are 0 .. {ready.vocab_size - 1}", "tokens")
+    return _json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+@router.get("/health", response_model=None)
+@router.get("/health/ready", response_model=None)
+async def health(request: Request) -> Response:
+    """200 while new requests are taken and steps end; 503 with the status otherwise."""
+    status = context_of(request).status
+    return _json({"status": status}, 200 if status == "ready" else 503)
+
+
+@router.get("/health/live", response_model=None)
+async def live(request: Request) -> Response:
+    """503 when only a restart helps: the engine has ended or is stuck."""
+    status = context_of(request).status
+    return _json({"status": status}, 503 if status in ("failed", "stuck") else 200)
+
+
+@router.get("/version", response_model=None)
+async def version(request: Request) -> Response:
+    """What answers: version, settings, weights."""
+    context = context_of(request)
+    return _json(
+        {
+            "version": context.version,
+            "model": context.engine_config.model,
+            "config_hash": context.config_hash,
+            "system_fingerprint": context.fingerprint,
+            "weights_epoch": 0,
+        }
+    )
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """Prometheus text format."""
+    context = context_of(request)
+    context.collector.stats = context.client.stats
+    context.collector.up = context.status in ("ready", "draining")
+    return Response(exposition(context.collector), media_type=METRICS_TYPE)

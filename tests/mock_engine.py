@@ -1,0 +1,215 @@
+"""An engine without a model, with outputs that can be worked out by hand, and its byte tokenizer.
+
+Token i of a sample repeats the prompt: prompt[(i + shift) % len(prompt)], where shift is 0 for
+greedy requests and seed + sample_index otherwise. Ids in the prompt that are special to the engine
+(the tokenizer spells them <|nan|> and so on) make it misbehave on purpose.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from octavo.serve.queue import QueueFull
+from octavo.serve.types import EngineStats, Request, TokenEvent, TokenLogprob
+
+SPECIALS = {"<|bos|>": 256, "<|eos|>": 257, "<|nan|>": 258, "<|boom|>": 259, "<|exit|>": 260}
+SPECIALS |= {"<|slow|>": 261, "<|stall|>": 262, "<|badadd|>": 263}
+NAMES = {i: name for name, i in SPECIALS.items()}
+BOS, EOS, NAN, BOOM, EXIT, SLOW, STALL, BADADD = SPECIALS.values()
+VOCAB = 300
+
+
+class ByteTokenizer:
+    """One id a byte, specials above; ids beyond those decode to nothing."""
+
+    special_ids = frozenset(NAMES)
+    vocab_size = VOCAB
+    bos_id = BOS
+    eos_ids = (EOS,)
+    chat_template = "yes"
+
+    def encode(self, text, add_special_tokens=True):
+        ids = []
+        while text:
+            name = next((n for n in SPECIALS if text.startswith(n)), None)
+            ids += [SPECIALS[name]] if name else list(text[0].encode())
+            text = text[len(name) :] if name else text[1:]
+        return ids
+
+    def decode(self, ids, skip_special_tokens=True):
+        out = bytearray()
+        for i in ids:
+            if i < 256:
+                out.append(i)
+            elif i in NAMES and not skip_special_tokens:
+                out += NAMES[i].encode()
+        return out.decode(errors="replace")
+
+    def id_to_token(self, token_id):
+        return f"<0x{token_id:02X}>" if token_id < 256 else NAMES.get(token_id)
+
+    def render_chat(
+        self,
+        messages,
+        *,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        template=None,
+        **variables,
+    ):
+        if template == "raise" or variables.get("fail"):
+            raise ValueError("chat template: refused")
+        parts = [f"{m['role']}:{m['content']}" for m in messages]
+        return "\n".join(parts) + ("\nassistant:" if add_generation_prompt else "")
+
+    def encode_chat(self, messages, **options):
+        return self.encode(self.render_chat(messages, **options))
+
+
+@dataclass
+class MockConfig:
+    """Settings; pickled to the core process."""
+
+    model: str = "mock"
+    max_model_len: int = 2048
+    max_waiting: int = 1000
+    step_seconds: float = 0.0
+    load_seconds: float = 0.0
+    fail_start: bool = False
+    generation: dict = field(default_factory=dict)
+
+
+@dataclass
+class _Row:
+    request: Request
+    made: int = 0
+
+
+def tokenizer(config):
+    return ByteTokenizer()
+
+
+def make(config):
+    time.sleep(config.load_seconds)
+    if config.fail_start:
+        raise RuntimeError("no such weights")
+    return MockEngine(config)
+
+
+def expected(prompt, i, shift=0):
+    """Token i that the mock generates after `prompt`."""
+    return prompt[(i + shift) % len(prompt)]
+
+
+class MockEngine:
+    eos_ids = (EOS,)
+
+    def __init__(self, config):
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.model_config = SimpleNamespace(vocab_size=VOCAB)
+        self.generation = dict(config.generation)
+        self.rows: dict[str, _Row] = {}
+        self.counters = EngineStats(pages_total=100)
+
+    def add(self, request):
+        if BADADD in request.prompt:
+            raise RuntimeError("a bug in admission")
+        if len(self.rows) >= self.config.max_waiting:
+            raise QueueFull(f"{len(self.rows)} requests are waiting")
+        if len(request.prompt) > self.max_model_len:
+            raise ValueError("prompt too long")
+        self.rows[request.request_id] = _Row(request)
+        self.counters.prompt_tokens += len(request.prompt)
+
+    def abort(self, request_id):
+        if self.rows.pop(request_id, None):
+            self._finished("abort")
+
+    def has_work(self):
+        return bool(self.rows)
+
+    def recover(self, reason):
+        ids = list(self.rows)
+        self.rows.clear()
+        return [TokenEvent(i, finish_reason="error", error=reason) for i in ids]
+
+    def stats(self):
+        self.counters.running = len(self.rows)
+        self.counters.pages_used = len(self.rows)
+        return self.counters
+
+    def check(self):
+        pass
+
+    def step(self):
+        time.sleep(self.config.step_seconds)
+        self.counters.steps += 1
+        return [event for row in list(self.rows.values()) for event in self._advance(row)]
+
+    def _finished(self, reason):
+        finished = self.counters.finished
+        finished[reason] = finished.get(reason, 0) + 1
+
+    def _advance(self, row):
+        request, prompt = row.request, row.request.prompt
+        if BOOM in prompt:
+            raise RuntimeError("boom")
+        if EXIT in prompt:
+            os._exit(9)
+        if SLOW in prompt:
+            time.sleep(0.02)
+        if STALL in prompt:
+            return
+        if NAN in prompt and row.made == 2:
+            del self.rows[request.request_id]
+            yield TokenEvent(request.request_id, finish_reason="error", error="NaN in the logits")
+            return
+        yield self._token(row)
+
+    def _token(self, row):
+        request, params = row.request, row.request.params
+        first = row.made == 0
+        prompt_logprobs = None
+        if first and params.prompt_logprobs is not None:
+            prompt_logprobs = (
+                None,
+                *(_logprob(t, i, params.prompt_logprobs) for i, t in enumerate(request.prompt[1:])),
+            )
+        if params.max_tokens == 0:
+            del self.rows[request.request_id]
+            return TokenEvent(
+                request.request_id, prompt_logprobs=prompt_logprobs, finish_reason="length"
+            )
+        shift = 0 if params.is_greedy else (params.seed or 0) + request.sample_index
+        token = expected(request.prompt, row.made, shift)
+        if params.logit_bias:
+            token = max(params.logit_bias, key=params.logit_bias.get)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_ids))
+        stops = stops if row.made >= params.min_tokens else set()
+        logprobs = ()
+        if params.logprobs is not None:
+            logprobs = (_logprob(token, row.made, params.logprobs),)
+        row.made += 1
+        self.counters.generated_tokens += 1
+        reason = "stop" if token in stops else "length" if row.made >= params.max_tokens else None
+        if reason:
+            del self.rows[request.request_id]
+            self._finished(reason)
+        return TokenEvent(
+            request.request_id,
+            (token,),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_token=token if reason == "stop" else None,
+            cached_tokens=len(request.prompt) // 2 if first else 0,
+        )
+
+
+def _logprob(token, i, top):
+    """Logprob -(i+1)/10; the alternatives are the token and the ids after it."""
+    value = -(i + 1) / 10
+    others = tuple(((token + k) % 256, value - k) for k in range(top))
+    return TokenLogprob(token, value, 1, others)
