@@ -72,7 +72,7 @@ def stop_and_defaults(
 
 def gguf_eos_ids(metadata: dict[str, Any]) -> set[int]:
     """Ids that end a text by GGUF metadata: those it names, and well-known control tokens."""
-    found = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_ENDS} - {None}
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_ENDS)
     types = metadata.get("tokenizer.ggml.token_type", ())
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     ends = (
@@ -80,7 +80,7 @@ def gguf_eos_ids(metadata: dict[str, Any]) -> set[int]:
         for index, kind in enumerate(types)
         if kind == _CONTROL_TYPE and index < len(tokens) and tokens[index] in _GGUF_END_TEXTS
     )
-    return found | set(ends)
+    return {id_ for id_ in (*named, *ends) if id_ is not None}
 
 
 def _read(path: Path) -> dict[str, Any]:
