@@ -79,13 +79,15 @@ def exact_sum(values: Float32[Array, "*lead n"], bound: int) -> Float32[Array, "
 
 def take_block(blocks: Float32[Array, "S N b"], index: Int32[Array, " S"]) -> Float32[Array, "S b"]:
     """One block of each row."""
-    return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(blocks, index[:, None, None], axis=1, mode="clip")[:, 0]
 
 
 def take_token(blocks: Float32[Array, "S N b"], token: Int32[Array, " S"]) -> Float32[Array, " S"]:
     """One logit of each row."""
     inside = (token % BLOCK)[:, None]
-    return jnp.take_along_axis(take_block(blocks, token // BLOCK), inside, axis=1)[:, 0]
+    return jnp.take_along_axis(take_block(blocks, token // BLOCK), inside, axis=1, mode="clip")[
+        :, 0
+    ]
 
 
 def argmax_token(

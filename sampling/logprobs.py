@@ -87,7 +87,7 @@ def _top(
     _, best = jax.lax.top_k(peaks, min(top_n, peaks.shape[1]))
     # In index order, so that position among the candidates orders ties by token id.
     best = jnp.sort(best, axis=1)
-    candidates = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
+    candidates = jnp.take_along_axis(blocks, best[:, :, None], axis=1, mode="clip")
     values, places = jax.lax.top_k(candidates.reshape(blocks.shape[0], -1), top_n)
-    index = jnp.take_along_axis(best, places // BLOCK, axis=1)
+    index = jnp.take_along_axis(best, places // BLOCK, axis=1, mode="clip")
     return values, (index * BLOCK + places % BLOCK).astype(jnp.int32)

@@ -4,7 +4,6 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 MAX_LOGPROBS = 20
@@ -137,19 +136,6 @@ class SamplingParams:
     def needs_state(self) -> bool:
         """Whether the request's row slot on the device must be reset before it samples."""
         return self.has_penalties or self.has_bias
-
-    @cached_property
-    def max_token_id(self) -> int:
-        """Largest token id named anywhere in the parameters; -1 if none is."""
-        named = (*self.logit_bias, *self.bad_token_ids, *self.stop_token_ids)
-        return max((*named, *(self.allowed_token_ids or ())), default=-1)
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuses parameters that name a token id outside 0 .. vocab_size - 1 (ValueError)."""
-        if self.max_token_id >= vocab_size:
-            raise ValueError(
-                f"token id {self.max_token_id} is outside the vocabulary (0 .. {vocab_size - 1})"
-            )
 
 
 _INT_RANGES = {

@@ -8,14 +8,16 @@ alone needs no cut: the draw is repeated among the tokens above the one drawn un
 it is less than top_p, which is exactly a draw from the nucleus (each round is a draw from a set
 that contains it; a round's outcome counts only if it falls inside).
 
-The noise is threefry keyed by (seed, sample index, position, round), one counter a place, so it
+The noise is threefry of (place, round) under a key made of (seed, sample index, position), so it
 does not depend on the batch; masses are exact sums (blocks.py), so nothing else does either.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from octavo.sampling.batch import SamplingBatch
@@ -39,8 +41,6 @@ NO_TOKEN = -1
 """Drawn by a row that has no finite largest logit: NaN, +inf, or every token banned."""
 
 _SMALLEST_TOP_P = 1e-30
-_Loop = tuple[Array, Array, Array]
-"""(token, done, turn) of the rows that redraw until their token lies in the nucleus."""
 
 
 def sample(
@@ -75,11 +75,10 @@ def finite_rows(logits: Float32[Array, "S V"]) -> Bool[Array, " S"]:
     return jnp.isfinite(jnp.max(block_peaks(to_blocks(logits)), axis=1))
 
 
-def row_keys(batch: SamplingBatch) -> Array:
-    """Typed threefry keys [S] of the rows' draws: of seed, sample index and position alone."""
-    keys = jax.random.wrap_key_data(batch.seed, impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in)(keys, batch.sample_index)
-    return jax.vmap(jax.random.fold_in)(keys, batch.position)
+def row_keys(batch: SamplingBatch) -> UInt32[Array, "S 2"]:
+    """Keys of the rows' draws: threefry of (sample index, position) keyed by the seed."""
+    counters = jnp.stack([batch.sample_index, batch.position], axis=1).astype(jnp.uint32)
+    return jax.vmap(threefry_2x32)(batch.seed, counters)
 
 
 def _draw(
@@ -103,24 +102,34 @@ def _draw(
     top_p = jnp.maximum(batch.top_p, _SMALLEST_TOP_P)
     floor, settled = top_k_floor(blocks, peaks, batch.top_k, top_p, race.inverse)
     settled |= ~random
-    # min_p counts after top_p, whose total must not miss what min_p removes.
     min_p_floor = race.top + jnp.log(batch.min_p) / race.inverse
     final_floor = jnp.maximum(floor, min_p_floor)
+    # min_p counts after top_p, whose total must not miss what min_p removes.
     first_floor = jnp.where(settled, final_floor, floor)
-    weights = race.weights(first_floor, nowhere)
-    limit = top_p * exact_sum(weights, bound=BLOCK)
-    first = race.winner(weights, first_floor, nowhere, jnp.uint32(0))
 
-    def redraw(loop: _Loop) -> _Loop:
-        token, done, turn = loop
-        drawn = take_token(blocks, token)
-        weights = race.weights(final_floor, drawn)
-        done |= (drawn >= min_p_floor) & (exact_sum(weights, bound=BLOCK) < limit)
-        fresh = race.winner(weights, final_floor, drawn, turn)
-        return jnp.where(done, token, fresh), done, turn + jnp.uint32(1)
+    def turn(loop: _Loop) -> _Loop:
+        first = loop.turn == 0
+        above = jnp.where(first, nowhere, take_token(blocks, loop.token))
+        kept = jnp.where(first, first_floor, final_floor)
+        weights = race.weights(kept, above)
+        mass = exact_sum(weights, bound=BLOCK)
+        accepted = ~first & (above >= min_p_floor) & (mass < loop.limit)
+        done = loop.done | accepted
+        token = jnp.where(done, loop.token, race.winner(weights, kept, above, loop.turn))
+        limit = jnp.where(first, top_p * mass, loop.limit)
+        return _Loop(token, done | settled, limit, loop.turn + jnp.uint32(1))
 
-    start = (first, settled, jnp.uint32(1))
-    return jax.lax.while_loop(lambda loop: ~jnp.all(loop[1]), redraw, start)[0]
+    start = _Loop(jnp.zeros_like(batch.slot), jnp.zeros_like(random), nowhere, jnp.uint32(0))
+    return jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), turn, start).token
+
+
+class _Loop(NamedTuple):
+    """Rows that redraw until their token lies in the nucleus; limit is top_p of their mass."""
+
+    token: Int32[Array, " S"]
+    done: Bool[Array, " S"]
+    limit: Float32[Array, " S"]
+    turn: UInt32[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ class _Race:
     peaks: Float32[Array, "S N"]
     top: Float32[Array, " S"]
     inverse: Float32[Array, " S"]
-    keys: Array
+    keys: UInt32[Array, "S 2"]
 
     def weights(
         self, floor: Float32[Array, " S"], above: Float32[Array, " S"]
@@ -151,17 +160,20 @@ class _Race:
         noise = _exponentials(self.keys, turn, BLOCK + weights.shape[1])
         index = jnp.argmax(weights / noise[:, BLOCK:], axis=1).astype(jnp.int32)
         block = take_block(self.blocks, index)
-        peak = jnp.take_along_axis(self.peaks, index[:, None], axis=1)
+        peak = jnp.take_along_axis(self.peaks, index[:, None], axis=1, mode="clip")
         kept = (block >= floor[:, None]) & (block > above[:, None])
         inner = jnp.where(kept, relative_weights(block, peak, self.inverse[:, None]), 0.0)
         inside = jnp.argmax(inner / noise[:, :BLOCK], axis=1).astype(jnp.int32)
         return index * BLOCK + inside
 
 
-def _exponentials(keys: Array, turn: UInt32[Array, ""], places: int) -> Float32[Array, "S n"]:
-    """Exp(1) noise of each row; place i depends on the row's key, the turn and i alone."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
-    bits = jax.vmap(lambda key: jax.random.bits(key, (places,), jnp.uint32))(keys)
+def _exponentials(
+    keys: UInt32[Array, "S 2"], turn: UInt32[Array, ""], places: int
+) -> Float32[Array, "S n"]:
+    """Exp(1) noise: two places a threefry block, whose counter is (block, turn)."""
+    half = -(-places // 2)
+    counters = jnp.concatenate([jnp.arange(half, dtype=jnp.uint32), jnp.full(half, turn)])
+    bits = jax.vmap(threefry_2x32, in_axes=(0, None))(keys, counters)[:, :places]
     # Small values decide a race, so keep their full resolution: uniform in [2**-33, 1 - 2**-24].
     uniform = jnp.maximum(bits.astype(jnp.float32), 0.5) * 2.0**-32
     return -jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24))

@@ -36,7 +36,9 @@ def top_k_floor(
         wanted = (top_k > 0) & (top_k < size)
         values, missing = _largest(blocks, peaks)
         kth = jnp.minimum(top_k, values.shape[1]) - 1
-        kth_value = jnp.take_along_axis(values, jnp.maximum(kth, 0)[:, None], axis=1)[:, 0]
+        kth_value = jnp.take_along_axis(values, jnp.maximum(kth, 0)[:, None], axis=1, mode="clip")[
+            :, 0
+        ]
         complete = missing == -jnp.inf
         known = complete | ((top_k <= values.shape[1]) & (kth_value > missing))
         kth_value = jnp.where(complete & (top_k > values.shape[1]), -jnp.inf, kth_value)
@@ -74,7 +76,7 @@ def _best_groups(
     if groups.shape[1] <= KEEP:
         return groups, jnp.full(groups.shape[0], -jnp.inf, jnp.float32)
     values, ids = jax.lax.top_k(peaks, KEEP + 1)
-    return jnp.take_along_axis(groups, ids[:, :KEEP, None], axis=1), values[:, KEEP]
+    return jnp.take_along_axis(groups, ids[:, :KEEP, None], axis=1, mode="clip"), values[:, KEEP]
 
 
 def _nucleus_floor(
