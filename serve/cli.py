@@ -161,7 +161,7 @@ def convert(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) ->
 
     checkpoint = launch.load(config.engine)
     if values["to"].value == "hf":
-        from octavo.model.checkpoint.orbax import export_hf
+        from octavo.model.checkpoint.export import export_hf
 
         export_hf(checkpoint, Path(paths[0]))
     else:

@@ -12,15 +12,13 @@ from typing import Any
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
+from octavo.model.checkpoint.companions import GGUF_VOCABULARY
 from octavo.model.checkpoint.generation import gguf_eos_ids
 from octavo.model.checkpoint.gguf import find_gguf
 from octavo.model.checkpoint.gguf_file import GgufFile
 from octavo.serve.chat_messages import CUT_MARK, prepare_messages
 from octavo.serve.chat_template import ChatTemplateError, render_template
 from octavo.serve.tokenizer_gguf import build_tokenizer, default_bos
-
-GGUF_VOCABULARY = "tokenizer.gguf"
-"""A GGUF header without tensors: how a converted GGUF model keeps its tokenizer."""
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep"}

@@ -210,8 +210,18 @@ class GgufFile:
         data = np.memmap(self.path, mode="r")
         cursor = _Cursor(self.path, data)
         num_tensors, num_keys = _read_preamble(cursor)
+        metadata_start = cursor.at
         self.metadata = _read_metadata(cursor, num_keys)
+        self._metadata_span = (num_keys, metadata_start, cursor.at)
         self.tensors = _read_directory(cursor, num_tensors, self.metadata, data)
+
+    def vocabulary(self) -> bytes:
+        """A GGUF file with this one's metadata and no tensors."""
+        num_keys, start, end = self._metadata_span
+        with self.path.open("rb") as file:
+            head = file.read(8)
+            file.seek(start)
+            return head + struct.pack("<QQ", 0, num_keys) + file.read(end - start)
 
 
 def _type_name(code: int) -> str:
