@@ -36,6 +36,7 @@ class RequestState:
         fresh: the next row is the first since admission.
         chain: digests of its full pages; None when its pages must not be shared.
         registered: leading pages that the index has been told of.
+        next_full: tokens at which one more page can be registered.
         finished: it has ended, and what is still in flight for it is dropped.
         prompt_logprobs: entries so far (entry 0 is None); None when not asked for, or delivered.
         cached_tokens: prompt tokens found in the prefix index when first admitted.
@@ -59,6 +60,7 @@ class RequestState:
         "first_token",
         "fresh",
         "limit",
+        "next_full",
         "pending",
         "preemptions",
         "prompt_len",
@@ -120,6 +122,7 @@ class RequestState:
         self.decoding = False
         self.fresh = True
         self.registered = 0
+        self.next_full = 0
 
     def accept(self, row: ScheduledRow, result: RowResult) -> TokenEvent | None:
         """Take what the device returned for one of its rows; None if that is no news.
@@ -142,21 +145,18 @@ class RequestState:
         return self._accept_tokens(row, result)
 
     def _accept_tokens(self, row: ScheduledRow, result: RowResult) -> TokenEvent:
-        tokens, stop_token = result.token_ids, None
-        for index, token in enumerate(tokens):
-            if token in self.stop_ids:
-                tokens, stop_token = tokens[: index + 1], token
-                break
-        if stop_token is None and len(tokens) != row.num_steps:
+        tokens = result.token_ids
+        if not self.stop_ids.isdisjoint(tokens):
+            count = next(i for i, token in enumerate(tokens, 1) if token in self.stop_ids)
+            tokens = tokens[:count]
+            self.tokens.extend(tokens)
+            return self.event(tokens, result.logprobs[:count], FINISH_STOP, tokens[-1])
+        if len(tokens) != row.num_steps:
             error = f"{len(tokens)} tokens came back for {row.num_steps} steps"
             return self.event(finish_reason=FINISH_ERROR, error=error)
         self.tokens.extend(tokens)
-        reason = None
-        if stop_token is not None:
-            reason = FINISH_STOP
-        elif self.emitted >= self.limit:
-            reason = FINISH_LENGTH
-        return self.event(tokens, result.logprobs[: len(tokens)], reason, stop_token)
+        ended = len(self.tokens) - self.prompt_len >= self.limit
+        return self.event(tokens, result.logprobs, FINISH_LENGTH if ended else None)
 
     def event(
         self,

@@ -68,6 +68,7 @@ class Rows:
         state.table.extend(self.pool.allocate(known - len(hits)))
         state.room = known * self._page_size
         state.registered = len(hits)
+        state.next_full = (len(hits) + 1) * self._page_size
         state.computed = len(hits) * self._page_size
         state.slot = heapq.heappop(self._free_slots)
         insort(self.running, state, key=rank_of)
@@ -99,6 +100,7 @@ class Rows:
         for index in range(state.registered, full):
             self.index.insert(digests[index], int(pages[index]))
         state.registered = full
+        state.next_full = (full + 1) * self._page_size
 
     def forget(self, state: RequestState) -> None:
         """Offer none of this request's pages any more: their content is suspect."""

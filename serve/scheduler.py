@@ -178,11 +178,16 @@ class Scheduler:
         flight = self._flights.popleft()
         events: list[TokenEvent] = []
         for row, state, result in zip(batch.rows, flight.states, results):
-            if not state.finished:
-                event = state.accept(row, result)
-                if event is not None:
-                    self._settle(state, event, now)
-                    events.append(event)
+            event = None if state.finished else state.accept(row, result)
+            if event is None:
+                continue
+            events.append(event)
+            self._counters.generated_tokens += len(event.token_ids)
+            # The last token's keys may never be written: after a stop nothing is computed.
+            if len(state.tokens) - 1 >= state.next_full and state.slot != NO_SLOT:
+                self._rows.register(state, len(state.tokens) - 1)
+            if event.finish_reason is not None or state.first_token is None:
+                self._settle(state, event, now)
         return events
 
     def check(self) -> None:
@@ -383,17 +388,13 @@ class Scheduler:
         finished[reason] = finished.get(reason, 0) + 1
 
     def _settle(self, state: RequestState, event: TokenEvent, now: float) -> None:
-        """Account for a row's news: counters, pages that are full now, the end."""
+        """Account for a request's first news and for its end."""
         counters = self._counters
-        counters.generated_tokens += len(event.token_ids)
         if state.first_token is None:
             state.first_token = now
             counters.prefill_seconds += now - state.admitted
         if event.error is not None:
             self._rows.forget(state)
-        elif state.slot != NO_SLOT:
-            # The last token's keys may never be written: after a stop nothing is computed.
-            self._rows.register(state, len(state.tokens) - 1)
         if event.finish_reason is not None:
             counters.decode_seconds += now - state.first_token
             self._finish(state, event.finish_reason)
