@@ -232,8 +232,10 @@ def common_fields(hf: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     }
 
 
-def windows_from_types(types: list[str], window: int | None) -> list[int | None]:
-    """The window of each layer from `layer_types`; other kinds of layer are refused by name."""
+def windows_from_types(types: list[str], window: int | None, count: int) -> list[int | None]:
+    """The window of each of `count` layers from `layer_types`; other kinds are refused by name."""
+    if len(types) != count:
+        raise ConfigError(f"layer_types has {len(types)} entries for {count} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise ConfigError(f"layer type {kind!r} is not supported")

@@ -48,11 +48,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _layers(hf: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
+    count = require(hf, "num_hidden_layers")
     if not (types := hf.get("layer_types")):
         pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
         types = [
             "full_attention" if (index + 1) % pattern == 0 else "sliding_attention"
-            for index in range(require(hf, "num_hidden_layers"))
+            for index in range(count)
         ]
     full = rope_from_hf(hf, GLOBAL_THETA, "full_attention")
     if hf.get("rope_parameters"):
@@ -63,5 +64,5 @@ def _layers(hf: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         local = rope_from_hf({**hf, "rope_theta": base, "rope_scaling": None})
     return tuple(
         LayerConfig(full if window is None else local, window)
-        for window in windows_from_types(types, hf["sliding_window"])
+        for window in windows_from_types(types, hf["sliding_window"], count)
     )

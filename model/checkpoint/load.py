@@ -16,7 +16,7 @@ from octavo.model.checkpoint.source import Checkpoint, CheckpointError, TensorSo
 from octavo.model.config import ConfigError, ModelConfig
 from octavo.model.families import config_from_hf, family_of
 from octavo.model.params import ParamSpec, cast, init_leaf, is_spec
-from octavo.model.sharding import sharding_tree
+from octavo.model.sharding import TENSOR, kv_replicas_for, sharding_tree
 
 FORMATS = ("auto", "hf", "gguf", "orbax", "dummy")
 ORBAX_MARKERS = ("_CHECKPOINT_METADATA", "*/_CHECKPOINT_METADATA", "*/_METADATA")
@@ -31,7 +31,7 @@ def load_checkpoint(
     dtype: str = "auto",
     mesh: Mesh | None = None,
     load_format: str = "auto",
-    kv_replicas: int = 1,
+    kv_replicas: int | None = None,
     progress: bool = False,
 ) -> Checkpoint:
     """Reads a model and places it.
@@ -42,7 +42,8 @@ def load_checkpoint(
         dtype: of weights and activations; "auto" is what the checkpoint says.
         mesh: shards the weights by the rules of `octavo.model.sharding`; None is one device.
         load_format: one of FORMATS; "dummy" draws random weights and reads only the config.
-        kv_replicas: copies of each KV head, see ModelConfig.with_kv_replicas.
+        kv_replicas: copies of each KV head (ModelConfig.with_kv_replicas); None is what the mesh
+            needs.
         progress: show a bar of the bytes placed.
 
     Raises:
@@ -56,7 +57,10 @@ def load_checkpoint(
     if kind == "orbax":
         return _restore(path, dtype, mesh, kv_replicas)
     source = None if kind == "dummy" else open_source(path, kind)
-    config = read_config(path, source).with_kv_replicas(kv_replicas)
+    config = read_config(path, source)
+    if kv_replicas is None:
+        kv_replicas = 1 if mesh is None else kv_replicas_for(config, mesh.shape[TENSOR])
+    config = config.with_kv_replicas(kv_replicas)
     config = config if dtype == "auto" else config.with_dtype(dtype)
     specs = family_of(config).abstract_params(config)
     shardings = None if mesh is None else sharding_tree(specs, mesh)
@@ -66,8 +70,15 @@ def load_checkpoint(
         params = assemble(source, config, shardings, progress)
     from octavo.model.checkpoint.generation import stop_and_defaults
 
-    eos_ids, generation = stop_and_defaults(source if kind == "gguf" else path, config)
+    eos_ids, generation = stop_and_defaults(_beside(path, source), config)
     return Checkpoint(config, params, eos_ids, generation, path, kind)
+
+
+def _beside(path: Path, source: TensorSource | None) -> Any:
+    """Where generation config and tokenizer are: an open GGUF, or the folder."""
+    if isinstance(source, HFSource) or source is None:
+        return path.parent if path.suffix == ".json" else path
+    return source
 
 
 def detect_format(path: Path) -> str:
@@ -82,24 +93,17 @@ def detect_format(path: Path) -> str:
         raise CheckpointError(f"{path} is neither a model folder nor a .gguf file")
     if any(next(path.glob(marker), None) for marker in ORBAX_MARKERS):
         return "orbax"
-    return "hf" if (path / "config.json").is_file() or not _ggufs(path) else "gguf"
+    holds_gguf = next(path.glob("*.gguf"), None) is not None
+    return "gguf" if holds_gguf and not (path / "config.json").is_file() else "hf"
 
 
 def open_source(path: Path, kind: str) -> TensorSource:
     """The tensors of an "hf" folder or a "gguf" file (or of a folder that holds one)."""
     if kind == "hf":
         return HFSource(path)
-    from octavo.model.checkpoint.gguf import open_gguf
+    from octavo.model.checkpoint.gguf import find_gguf, open_gguf
 
-    files = [path] if path.is_file() else _ggufs(path)
-    if len(files) != 1:
-        listed = ", ".join(file.name for file in files) or "none"
-        raise CheckpointError(f"{path} should hold one .gguf file; found {listed}")
-    return open_gguf(files[0])
-
-
-def _ggufs(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.gguf"))
+    return open_gguf(find_gguf(path))
 
 
 def read_config(path: Path, source: TensorSource | None = None) -> ModelConfig:
@@ -136,11 +140,11 @@ def _drawing(spec: ParamSpec, place: Sharding | None) -> Callable[[Array], Array
     return jax.jit(partial(init_leaf, spec), out_shardings=place)
 
 
-def _restore(path: Path, dtype: str, mesh: Mesh | None, kv_replicas: int) -> Checkpoint:
+def _restore(path: Path, dtype: str, mesh: Mesh | None, kv_replicas: int | None) -> Checkpoint:
     from octavo.model.checkpoint.orbax import restore
 
     checkpoint = restore(path, mesh)
-    if checkpoint.config.kv_replicas != kv_replicas:
+    if kv_replicas not in (None, checkpoint.config.kv_replicas):
         raise CheckpointError(
             f"{path} was written with {checkpoint.config.kv_replicas} copies of each KV head, "
             f"{kv_replicas} are needed: convert the original checkpoint, or load that"
