@@ -1,6 +1,6 @@
 """`octavo.LLM`: the engine as a Python object, in this process."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[CompletionOutput]:
+    ) -> Generator[CompletionOutput]:
         """Complete one prompt, yielding what each sample gains as it comes.
 
         Each item's text and token_ids are new ones only. Closing the iterator aborts the request.

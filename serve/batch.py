@@ -5,13 +5,37 @@ A token that only the device knows travels as -1 - slot: the step reads it from 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.sampling.pack import pack_rows, sampling_fields
+from octavo.sampling.pack import WIDTH, allowed_mask, bias_arrays, pack_matrix
+from octavo.sampling.pack import Row as SamplingRow
+from octavo.sampling.params import MAX_LOGIT_BIAS
 from octavo.serve.buckets import Bucket
 from octavo.serve.packing import Field, PackLayout
 from octavo.serve.types import ScheduledBatch, ScheduledRow
+
+SMALLEST_RESET = 256
+
+
+@dataclass(frozen=True)
+class LoneRow:
+    """A chunk of a sequence that no scheduler knows: what `score` runs."""
+
+    tokens: tuple[int, ...]
+    start: int
+    block_table: np.ndarray
+    from_previous: bool = False
+    slot: int = 0
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of the chunk."""
+        return len(self.tokens)
+
+
+Row = ScheduledRow | LoneRow
 
 
 def forward_layout(bucket: Bucket) -> PackLayout:
@@ -31,13 +55,12 @@ def forward_layout(bucket: Bucket) -> PackLayout:
     )
 
 
-def sample_layout(rows: int, stop_width: int) -> PackLayout:
+def sample_layout(rows: int) -> PackLayout:
     """Input of the sampling program for `rows` rows."""
-    fields = tuple(Field(*field) for field in sampling_fields(rows, stop_width))
-    return PackLayout((*fields, Field("live", (rows,))))
+    return PackLayout((Field("sampling", (rows, WIDTH)), Field("live", (rows,))))
 
 
-def decode_layout(bucket: Bucket, stop_width: int) -> PackLayout:
+def decode_layout(bucket: Bucket) -> PackLayout:
     """Input of the multi-step decode program of `bucket`."""
     s, p = bucket.rows, bucket.pages
     return PackLayout(
@@ -47,14 +70,17 @@ def decode_layout(bucket: Bucket, stop_width: int) -> PackLayout:
             Field("num_steps", (s,)),
             Field("block_tables", (s, p)),
             Field("num_rows", ()),
-            *sample_layout(s, stop_width).fields,
+            *sample_layout(s).fields,
         )
     )
 
 
 def pack_forward(batch: ScheduledBatch, bucket: Bucket, page_size: int) -> np.ndarray:
     """Fill `forward_layout(bucket)` for the first step of a batch."""
-    rows = batch.rows
+    return _pack_rows(batch.rows, bucket, page_size)
+
+
+def _pack_rows(rows: Sequence[Row], bucket: Bucket, page_size: int) -> np.ndarray:
     lens = np.array([row.query_len for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
     ends = np.cumsum(lens, dtype=np.int32)
@@ -84,14 +110,20 @@ def pack_forward(batch: ScheduledBatch, bucket: Bucket, page_size: int) -> np.nd
     return forward_layout(bucket).pack(arrays)
 
 
-def pack_sample(rows: Sequence[ScheduledRow], size: int, stop_width: int, slots: int) -> np.ndarray:
-    """Fill `sample_layout` for rows that may sample; `slots` is the padding slot."""
-    return sample_layout(size, stop_width).pack(_sample_arrays(rows, size, stop_width, slots))
-
-
-def pack_decode(
-    batch: ScheduledBatch, bucket: Bucket, stop_width: int, padding_slot: int
+def pack_chunk(
+    tokens: np.ndarray, start: int, pages: np.ndarray, bucket: Bucket, page_size: int
 ) -> np.ndarray:
+    """Fill `forward_layout(bucket)` for one chunk of a lone sequence, positions from `start`."""
+    row = LoneRow(tuple(tokens.tolist()), start, pages)
+    return _pack_rows((row,), bucket, page_size)
+
+
+def pack_sample(rows: Sequence[ScheduledRow], size: int) -> np.ndarray:
+    """Fill `sample_layout(size)` for rows that may sample."""
+    return sample_layout(size).pack(_sample_arrays(rows, size))
+
+
+def pack_decode(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
     """Fill `decode_layout(bucket)` for a batch of decode rows."""
     rows = batch.rows
     arrays = {
@@ -100,9 +132,9 @@ def pack_decode(
         "num_steps": _padded(np.array([row.num_steps for row in rows], np.int32), bucket.rows),
         "block_tables": _block_tables(rows, bucket),
         "num_rows": np.array(len(rows), np.int32),
-        **_sample_arrays(rows, bucket.rows, stop_width, padding_slot),
+        **_sample_arrays(rows, bucket.rows),
     }
-    return decode_layout(bucket, stop_width).pack(arrays)
+    return decode_layout(bucket).pack(arrays)
 
 
 def prompt_targets(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
@@ -116,33 +148,67 @@ def prompt_targets(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
     return targets
 
 
-def reset_layout(size: int) -> PackLayout:
-    """Input of the program that builds a row's penalty state; `size` tokens at most of each kind."""
-    bias = (MAX_LOGIT_BIAS,)
+def reset_layout(size: int, vocab_size: int) -> PackLayout:
+    """Input of the program that builds a row's sampling state; `size` tokens of each kind."""
     return PackLayout(
         (
             Field("slot", ()),
             Field("prompt", (size,)),
             Field("generated", (size,)),
-            Field("bias_ids", bias),
-            Field("bias_values", bias, "f32"),
-            Field("allowed_ids", (size,)),
-            Field("bad_ids", (size,)),
-            Field("all_allowed", ()),
+            Field("allowed", (-(-vocab_size // 32),), "u32"),
+            Field("bias_ids", (MAX_LOGIT_BIAS,)),
+            Field("bias_values", (MAX_LOGIT_BIAS,), "f32"),
         )
     )
 
 
-def _sample_arrays(
-    rows: Sequence[ScheduledRow], size: int, stop_width: int, padding_slot: int
-) -> dict[str, np.ndarray]:
-    arrays = pack_rows(rows, size, stop_width, padding_slot)
+def reset_size(row: ScheduledRow) -> int:
+    """Class that a row's prompt and emitted tokens are padded to: a power of 4."""
+    longest = max(len(row.request.prompt), len(row.emitted))
+    size = SMALLEST_RESET
+    while size < longest:
+        size *= 4
+    return size
+
+
+def pack_reset(row: ScheduledRow, size: int, vocab_size: int) -> np.ndarray:
+    """Fill `reset_layout` from a row's history."""
+    params = row.request.params
+    bias_ids, bias_values = bias_arrays(params, MAX_LOGIT_BIAS)
+    arrays = {
+        "slot": np.array(row.slot, np.int32),
+        "prompt": _padded(row.request.prompt, size, -1),
+        "generated": _padded(row.emitted, size, -1),
+        "allowed": allowed_mask(params, vocab_size),
+        "bias_ids": bias_ids,
+        "bias_values": bias_values,
+    }
+    return reset_layout(size, vocab_size).pack(arrays)
+
+
+def _sample_arrays(rows: Sequence[ScheduledRow], size: int) -> dict[str, np.ndarray]:
     live = np.zeros(size, np.int32)
     live[: len(rows)] = [row.samples for row in rows]
-    return {**arrays, "live": live}
+    return {"sampling": pack_matrix([_sampling_row(row) for row in rows], size), "live": live}
 
 
-def _tokens(rows: Sequence[ScheduledRow], size: int) -> np.ndarray:
+def _sampling_row(row: ScheduledRow) -> SamplingRow:
+    request = row.request
+    seed = request.params.seed
+    assert seed is not None, "admission draws the seed"
+    position = row.start + row.query_len
+    return (
+        request.params,
+        seed,
+        request.sample_index,
+        position,
+        row.slot,
+        row.generated,
+        request.eos_ids,
+    )
+
+
+def _tokens(rows: Sequence[Row], size: int) -> np.ndarray:
     tokens = np.zeros(size, np.int32)
     start = 0
     for row in rows:
@@ -155,14 +221,14 @@ def _tokens(rows: Sequence[ScheduledRow], size: int) -> np.ndarray:
     return tokens
 
 
-def _block_tables(rows: Sequence[ScheduledRow], bucket: Bucket) -> np.ndarray:
+def _block_tables(rows: Sequence[Row], bucket: Bucket) -> np.ndarray:
     tables = np.zeros((bucket.rows, bucket.pages), np.int32)
     for index, row in enumerate(rows):
         tables[index, : len(row.block_table)] = row.block_table
     return tables
 
 
-def _padded(values: np.ndarray, size: int) -> np.ndarray:
-    out = np.zeros(size, np.int32)
+def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out

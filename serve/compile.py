@@ -17,7 +17,7 @@ from typing import Any
 from jax.experimental import serialize_executable
 from tqdm import tqdm
 
-from octavo.sampling.batch import SamplingFlags
+from octavo.sampling.flags import SamplingFlags
 from octavo.serve.artefact import ArtefactStore
 from octavo.serve.buckets import Bucket
 
@@ -32,7 +32,6 @@ class ProgramKey:
     bucket: Bucket | None = None
     flags: SamplingFlags | None = None
     size: int = 0
-    stop_width: int = 0
     stateful: bool = False
 
     @property

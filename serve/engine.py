@@ -94,12 +94,9 @@ class Engine:
         return self.scheduler.commit(ready.batch, ready.read(), self._clock())
 
     def recover(self, reason: str) -> list[TokenEvent]:
-        """After an exception in `step`: fail every request cleanly and start from an empty cache."""
-        failed = list(self.scheduler.request_ids())
-        for request_id in failed:
-            self.scheduler.abort(request_id)
+        """After an exception in `step`: fail every request, start from an empty cache."""
+        failed = self.scheduler.reset()
         self._in_flight = None
-        self.scheduler.reset()
         self.runner.reset_device_state()
         log.error("engine recovered; %d requests failed: %s", len(failed), reason)
         return [TokenEvent(id_, finish_reason=FINISH_ERROR, error=reason) for id_ in failed]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from octavo.sampling.batch import SamplingFlags
+from octavo.sampling.flags import SamplingFlags
 from octavo.serve.types import RowResult, ScheduledBatch, ScheduledRow, TokenLogprob
 
 NOT_FINITE = "the model produced NaN or infinite logits for this request"
@@ -27,7 +27,7 @@ class InFlight:
     batch: ScheduledBatch
     flags: SamplingFlags
     report: jax.Array | None
-    prompt_report: jax.Array | None
+    prompt_report: jax.Array | None = None
     prompt_top_n: int = 0
 
     def read(self) -> list[RowResult]:

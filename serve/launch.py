@@ -15,6 +15,7 @@ from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.resolve import resolve_model
 from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.families import family_of
+from octavo.model.params import param_bytes
 from octavo.model.sharding import make_mesh
 from octavo.serve import devices
 from octavo.serve.artefact import ArtefactStore, default_root, source_digest
@@ -108,7 +109,7 @@ def assemble(config: EngineConfig, checkpoint: Checkpoint, *, strict: bool = Fal
 def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:
     """Sizes that fit the device, with the largest program's temporaries measured on a GPU."""
     one_page = graph.config.cache_layout(1, graph.page_size).page_bytes // config.tensor_parallel
-    weights = graph.family.param_bytes(graph.config) // config.tensor_parallel
+    weights = param_bytes(graph.family.abstract_params(graph.config)) // config.tensor_parallel
     memory = Memory(devices.memory_limit(), weights, 0, one_page)
     model_len = graph.config.max_position_embeddings
     if not gpu or config.num_pages != AUTO:

@@ -90,12 +90,16 @@ def _auto_pages(
 
 
 def _does_not_fit(what: str, pages: int, config: EngineConfig, memory: Memory) -> str:
-    gib = lambda size: f"{size / GIB:.2f} GiB"  # noqa: E731
+    allowed = int(memory.limit * config.kv_fraction)
     return (
-        f"{what} takes {pages} pages x {memory.page} B = {gib(pages * memory.page)}, beside weights "
-        f"{gib(memory.weights)} and temporaries {gib(memory.temporaries)}, of kv_fraction "
-        f"{config.kv_fraction} x {gib(memory.limit)} = {gib(int(memory.limit * config.kv_fraction))}"
+        f"{what} takes {pages} pages x {memory.page} B = {_gib(pages * memory.page)}, beside "
+        f"weights {_gib(memory.weights)} and temporaries {_gib(memory.temporaries)}, of "
+        f"kv_fraction {config.kv_fraction} x {_gib(memory.limit)} = {_gib(allowed)}"
     )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
 
 
 def _resolved(value: int | str, default: int) -> int:

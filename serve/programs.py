@@ -11,13 +11,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from octavo.cache.layout import CacheLayout, init_cache
 from octavo.model.params import shape_dtypes
 from octavo.model.sharding import cache_sharding, sharding_tree
-from octavo.sampling.batch import SamplingFlags
-from octavo.sampling.pack import stop_width
+from octavo.sampling.flags import SamplingFlags
 from octavo.sampling.state import init_row_state
 from octavo.serve import batch as packing
 from octavo.serve import step
 from octavo.serve.buckets import Bucket, Buckets
 from octavo.serve.compile import Lowerable, ProgramKey
+
+COMMON_FLAGS = (SamplingFlags(greedy_only=True), SamplingFlags(filters=True))
+"""What plain greedy and plain random requests need; compiled at warm-up, multi-step included."""
+
+
+def covering(flags: SamplingFlags) -> SamplingFlags:
+    """The program that serves `flags`: one of few, so that rare mixes share a compile.
+
+    A row's token is the same under every set of flags that covers its parameters.
+    """
+    full = flags.needs_state or flags.min_tokens
+    if flags.greedy_only and not full:
+        return flags
+    return SamplingFlags(
+        filters=True, penalties=full, bias=full, min_tokens=full, logprobs=flags.logprobs
+    )
 
 
 @dataclass(frozen=True)
@@ -52,27 +67,26 @@ class ProgramBuilder:
         """The programs that plain greedy and plain random sampling need, for every bucket."""
         keys = [ProgramKey("forward", bucket) for bucket in self.settings.buckets.all()]
         sizes = sorted({bucket.rows for bucket in self.settings.buckets.all()})
-        for flags in SamplingFlags.common():
+        for flags in COMMON_FLAGS:
             keys += [self.sample_key(size, flags) for size in sizes]
             if self.settings.max_decode_steps > 1:
                 decode = (b for b in self.settings.buckets.all() if b.is_decode)
                 keys += [self.decode_key(bucket, flags) for bucket in decode]
         return keys
 
-    def sample_key(self, rows: int, flags: SamplingFlags, width: int = 0) -> ProgramKey:
-        """Key of the sampling program for `rows` rows and `width` stop ids a row."""
+    def sample_key(self, rows: int, flags: SamplingFlags) -> ProgramKey:
+        """Key of the sampling program for `rows` rows."""
         return ProgramKey(
             "sample",
             flags=flags,
             size=rows,
-            stop_width=width or stop_width(()),
             stateful=flags.needs_state,
         )
 
-    def decode_key(self, bucket: Bucket, flags: SamplingFlags, width: int = 0) -> ProgramKey:
+    def decode_key(self, bucket: Bucket, flags: SamplingFlags) -> ProgramKey:
         """Key of the multi-step decode program of `bucket`."""
         return replace(
-            self.sample_key(self.settings.max_decode_steps, flags, width),
+            self.sample_key(self.settings.max_decode_steps, flags),
             kind="decode",
             bucket=bucket,
         )
@@ -91,7 +105,7 @@ class ProgramBuilder:
 
     def _sample(self, key: ProgramKey) -> Lowerable:
         assert key.flags
-        layout = packing.sample_layout(key.size, key.stop_width)
+        layout = packing.sample_layout(key.size)
         state = self._state_abs if key.stateful else None
         logits = self._abstract((key.size, self.graph.config.vocab_size), jnp.float32)
         function = jax.jit(
@@ -102,8 +116,9 @@ class ProgramBuilder:
         return Lowerable(function, (logits, self._last_abs, state, self._words(layout.size)))
 
     def _decode(self, key: ProgramKey) -> Lowerable:
-        assert key.bucket and key.flags
-        layout = packing.decode_layout(key.bucket, key.stop_width)
+        assert key.bucket
+        assert key.flags
+        layout = packing.decode_layout(key.bucket)
         state = self._state_abs if key.stateful else None
         function = jax.jit(
             partial(step.decode_loop, self.graph, key.bucket, key.size, key.flags, layout),
@@ -114,7 +129,7 @@ class ProgramBuilder:
         return Lowerable(function, args)
 
     def _reset(self, key: ProgramKey) -> Lowerable:
-        layout = packing.reset_layout(key.size)
+        layout = packing.reset_layout(key.size, self.graph.config.vocab_size)
         function = jax.jit(
             partial(step.reset_step, layout), donate_argnums=(0,), out_shardings=self.whole
         )

@@ -12,8 +12,7 @@ import numpy as np
 
 from octavo.cache.layout import CacheLayout, KVCache, init_cache
 from octavo.model.params import param_bytes
-from octavo.sampling.batch import SamplingFlags
-from octavo.sampling.pack import stop_width
+from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
 from octavo.sampling.state import RowState, init_row_state
 from octavo.serve import batch as packing
 from octavo.serve import step
@@ -21,7 +20,7 @@ from octavo.serve.artefact import ArtefactStore
 from octavo.serve.buckets import Bucket
 from octavo.serve.compile import ProgramKey, Programs
 from octavo.serve.inflight import InFlight
-from octavo.serve.programs import ProgramBuilder, ProgramSettings
+from octavo.serve.programs import ProgramBuilder, ProgramSettings, covering
 from octavo.serve.types import ScheduledBatch, ScheduledRow
 
 
@@ -69,17 +68,12 @@ class Runner:
 
     def dispatch(self, batch: ScheduledBatch) -> InFlight:
         """Queue one batch on the device and return without waiting for it."""
-        flags, width = self._batch_flags(batch)
+        flags = covering(SamplingFlags.for_params(row.request.params for row in batch.rows))
         if flags.needs_state:
             self._reset_rows(batch)
         if batch.num_steps > 1:
-            return self._dispatch_decode(batch, flags, width)
-        return self._dispatch_step(batch, flags, width)
-
-    def _batch_flags(self, batch: ScheduledBatch) -> tuple[SamplingFlags, int]:
-        params = [row.request.params for row in batch.rows]
-        flags = SamplingFlags.for_params(params)
-        return flags, max(stop_width(row.request.stop_ids) for row in batch.rows)
+            return self._dispatch_decode(batch, flags)
+        return self._dispatch_step(batch, flags)
 
     def _bucket(self, batch: ScheduledBatch) -> Bucket:
         pages = max(len(row.block_table) for row in batch.rows)
@@ -87,7 +81,7 @@ class Runner:
             return self.settings.buckets.decode(len(batch.rows), pages)
         return self.settings.buckets.mixed(batch.num_tokens, len(batch.rows), pages)
 
-    def _dispatch_step(self, batch: ScheduledBatch, flags: SamplingFlags, width: int) -> InFlight:
+    def _dispatch_step(self, batch: ScheduledBatch, flags: SamplingFlags) -> InFlight:
         bucket = self._bucket(batch)
         self._count(batch.num_tokens, bucket.tokens)
         forward = self.programs.get(ProgramKey("forward", bucket))
@@ -98,14 +92,14 @@ class Runner:
         prompt = self._prompt_logprobs(batch, bucket, hidden)
         report = None
         if any(row.samples for row in batch.rows):
-            report = self._sample(batch, bucket.rows, logits, flags, width)
-        return InFlight(batch, flags, report, prompt)
+            report = self._sample(batch, bucket.rows, logits, flags)
+        return InFlight(batch, flags, report, *prompt)
 
     def _sample(
-        self, batch: ScheduledBatch, size: int, logits: jax.Array, flags: SamplingFlags, width: int
+        self, batch: ScheduledBatch, size: int, logits: jax.Array, flags: SamplingFlags
     ) -> jax.Array:
-        program = self.programs.get(self.builder.sample_key(size, flags, width))
-        packed = packing.pack_sample(batch.rows, size, width, self.settings.max_num_seqs)
+        program = self.programs.get(self.builder.sample_key(size, flags))
+        packed = packing.pack_sample(batch.rows, size)
         state = self.row_state if flags.needs_state else None
         self.last_tokens, state, report = program(
             logits, self.last_tokens, state, self._put(packed)
@@ -114,31 +108,32 @@ class Runner:
         report.copy_to_host_async()
         return report
 
-    def _dispatch_decode(self, batch: ScheduledBatch, flags: SamplingFlags, width: int) -> InFlight:
+    def _dispatch_decode(self, batch: ScheduledBatch, flags: SamplingFlags) -> InFlight:
         bucket = self._bucket(batch)
         self._count(len(batch.rows) * batch.num_steps, bucket.rows * batch.num_steps)
-        program = self.programs.get(self.builder.decode_key(bucket, flags, width))
-        packed = packing.pack_decode(batch, bucket, width, self.settings.max_num_seqs)
+        program = self.programs.get(self.builder.decode_key(bucket, flags))
+        packed = packing.pack_decode(batch, bucket)
         state = self.row_state if flags.needs_state else None
         self.cache, self.last_tokens, state, report = program(
             self.params, self.cache, self.last_tokens, state, self._put(packed)
         )
         self.row_state = state if flags.needs_state else self.row_state
         report.copy_to_host_async()
-        return InFlight(batch, flags, report, None)
+        return InFlight(batch, flags, report)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array
-    ) -> jax.Array | None:
+    ) -> tuple[jax.Array | None, int]:
         wanted = [row.request.params.prompt_logprobs for row in batch.rows]
         if all(n is None for n in wanted):
-            return None
-        flags = SamplingFlags.reporting(max(n or 0 for n in wanted))
+            return None, 0
+        most = max(n or 0 for n in wanted)
+        flags = SamplingFlags(logprobs=min(b for b in LOGPROB_BUCKETS if b >= most))
         key = ProgramKey("prompt_logprobs", flags=flags, size=bucket.tokens)
         targets = packing.prompt_targets(batch, bucket)
         report = self.programs.get(key)(self.params, hidden, self._put(targets))
         report.copy_to_host_async()
-        return report
+        return report, flags.logprobs
 
     def _reset_rows(self, batch: ScheduledBatch) -> None:
         if self.row_state is None:
@@ -149,12 +144,13 @@ class Runner:
                 self._reset_row(row)
 
     def _reset_row(self, row: ScheduledRow) -> None:
-        size = packing.reset_class(row, self.settings.max_model_len)
+        size = packing.reset_size(row)
+        packed = packing.pack_reset(row, size, self.graph.config.vocab_size)
         program = self.programs.get(ProgramKey("reset", size=size))
-        self.row_state = program(self.row_state, self._put(packing.pack_reset(row, size)))
+        self.row_state = program(self.row_state, self._put(packed))
 
     def score(self, tokens: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Teacher-forced logits f32[T, V] of `tokens` through the paged path, using free `pages`."""
+        """Teacher-forced logits f32[T, V] of `tokens`, with their keys in free `pages`."""
         chunks = []
         size = self.settings.buckets.mixed_tokens[-1]
         for start in range(0, len(tokens), size):

@@ -5,7 +5,7 @@ and a grammar mask can be uploaded between them; `decode_loop` fuses both for se
 in one dispatch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,14 @@ from octavo.model.families import Family
 from octavo.sampling.batch import SamplingBatch, SamplingFlags
 from octavo.sampling.logprobs import logprobs_of
 from octavo.sampling.sampler import finite_rows, sample
-from octavo.sampling.state import RowState, record
+from octavo.sampling.state import RowState, record, reset_row
 from octavo.serve.buckets import Bucket
 from octavo.serve.packing import PackLayout
 
 Params = dict
+
+PROMPT_CHUNK = 128
+"""Rows whose logits exist at once while prompt log-probabilities are computed."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,6 @@ def resolve_tokens(
     return jnp.where(tokens < 0, last_tokens[jnp.maximum(-1 - tokens, 0)], tokens)
 
 
-def sampling_batch(x: dict[str, Array]) -> SamplingBatch:
-    """The sampler's input out of a packed one."""
-    names = SamplingBatch.__dataclass_fields__
-    return SamplingBatch(**{name: x[name] for name in names})
-
-
 def sample_step(
     flags: SamplingFlags,
     layout: PackLayout,
@@ -106,10 +103,11 @@ def sample_step(
     """Draw a token for each live row and note it in the device's per-slot state."""
     x = unpack(layout, packed)
     live = x["live"] > 0
-    tokens, out = draw(logits, sampling_batch(x), state, flags)
-    last_tokens = note_tokens(last_tokens, x["slot"], tokens, live)
+    batch = SamplingBatch.from_matrix(x["sampling"])
+    tokens, out = draw(logits, batch, state, flags)
+    last_tokens = note_tokens(last_tokens, batch.slot, tokens, live)
     if state is not None:
-        state = record(state, x["slot"], tokens, live)
+        state = record(state, batch.slot, tokens, live)
     return last_tokens, state, out
 
 
@@ -170,36 +168,21 @@ def decode_loop(
     and its reports are -1. Returns reports i32[max_steps, S, W] (see `draw`).
     """
     x = unpack(layout, packed)
-    batch = sampling_batch(x)
+    batch = SamplingBatch.from_matrix(x["sampling"])
     rows = bucket.rows
     width = 2 + (2 + 2 * flags.logprobs if flags.logprobs >= 0 else 0)
-    page = graph.page_size
-
-    def meta_at(i: Array, live: Array) -> tuple[Array, AttentionMeta]:
-        positions = x["starts"] + i
-        pages = jnp.take_along_axis(x["block_tables"], (positions // page)[:, None], axis=1)[:, 0]
-        slots = jnp.where(live, pages * page + positions % page, jnp.arange(rows) % page)
-        meta = AttentionMeta(
-            block_tables=x["block_tables"],
-            kv_lens=jnp.where(live, positions + 1, 0),
-            query_starts=jnp.arange(rows + 1, dtype=jnp.int32),
-            slots=slots,
-            num_rows=x["num_rows"],
-            max_query_len=1,
-        )
-        return positions, meta
 
     def body(carry: tuple) -> tuple:
         i, cache, state, tokens, live, out = carry
-        positions, meta = meta_at(i, live)
+        positions, meta = decode_meta(graph.page_size, x, i, live)
         hidden, cache = graph.family.forward(
             params, graph.config, tokens, positions, cache, meta, graph.attention, graph.mesh
         )
         logits = graph.family.unembed(params, graph.config, hidden)
-        step_batch = batch.advanced(i)
+        step_batch = replace(batch, position=batch.position + i, generated=batch.generated + i)
         drawn, report = draw(logits, step_batch, state, flags)
         if state is not None:
-            state = record(state, x["slot"], drawn, live)
+            state = record(state, batch.slot, drawn, live)
         out = out.at[i].set(jnp.where(live[:, None], report, -1))
         tokens = jnp.where(live, drawn, tokens)
         stopped = (drawn[:, None] == batch.stop_ids).any(axis=1)
@@ -214,8 +197,44 @@ def decode_loop(
     out = jnp.full((max_steps, rows, width), -1, jnp.int32)
     init = (jnp.int32(0), cache, state, tokens, live, out)
     _, cache, state, tokens, _, out = lax.while_loop(unfinished, body, init)
-    last_tokens = note_tokens(last_tokens, x["slot"], tokens, live)
+    last_tokens = note_tokens(last_tokens, batch.slot, tokens, live)
     return cache, last_tokens, state, out
+
+
+def decode_meta(
+    page: int, x: dict[str, Array], i: Array, live: Array
+) -> tuple[Int32[Array, " S"], AttentionMeta]:
+    """Positions and metadata of step i of a decode loop.
+
+    Dead rows see nothing and write to the padding page.
+    """
+    positions = x["starts"] + i
+    rows = len(positions)
+    pages = jnp.take_along_axis(x["block_tables"], (positions // page)[:, None], axis=1)[:, 0]
+    nowhere = jnp.arange(rows, dtype=jnp.int32) % page
+    meta = AttentionMeta(
+        block_tables=x["block_tables"],
+        kv_lens=jnp.where(live, positions + 1, 0),
+        query_starts=jnp.arange(rows + 1, dtype=jnp.int32),
+        slots=jnp.where(live, pages * page + positions % page, nowhere),
+        num_rows=x["num_rows"],
+        max_query_len=1,
+    )
+    return positions, meta
+
+
+def reset_step(layout: PackLayout, state: RowState, packed: Int32[Array, " n"]) -> RowState:
+    """Build one slot's sampling state anew from its request's history."""
+    x = unpack(layout, packed)
+    return reset_row(
+        state,
+        x["slot"],
+        x["prompt"],
+        x["generated"],
+        x["allowed"],
+        x["bias_ids"],
+        x["bias_values"],
+    )
 
 
 def prompt_logprobs_step(
@@ -225,9 +244,22 @@ def prompt_logprobs_step(
     hidden: Float[Array, "T E"],
     targets: Int32[Array, " T"],
 ) -> Int32[Array, "T W"]:
-    """Log-probability columns of `targets` under the logits of each hidden state."""
-    logits = graph.family.unembed(params, graph.config, hidden)
-    return jnp.concatenate(logprob_columns(logits, targets, top_n), axis=1)
+    """Log-probability columns of `targets` under the logits of each hidden state.
+
+    Chunked: logits of a whole 8k prefill would take 4 GB.
+    """
+
+    def chunk(pair: tuple[Array, Array]) -> Array:
+        logits = graph.family.unembed(params, graph.config, pair[0])
+        return jnp.concatenate(logprob_columns(logits, pair[1], top_n), axis=1)
+
+    size = min(PROMPT_CHUNK, len(targets))
+    chunks = -(-len(targets) // size)
+    padding = chunks * size - len(targets)
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, size, -1)
+    targets = jnp.pad(targets, (0, padding)).reshape(chunks, size)
+    columns = lax.map(chunk, (hidden, targets))
+    return columns.reshape(chunks * size, -1)[: chunks * size - padding]
 
 
 def logits_step(graph: Graph, params: Params, hidden: Float[Array, "T E"]) -> Float32[Array, "T V"]:
