@@ -4,6 +4,7 @@ Types are checked here (strictly: no "10" for 10); ranges of sampling fields are
 SamplingParams, prompts and messages by `prompts.py`, so that each message names field and range.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -296,7 +297,7 @@ def _check_ids(values: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def _field_named_in(message: str, body: BaseModel) -> str | None:
-    word = message.split(" ", 1)[0].strip(":'\"")
+    word = re.split(r"\W", message, maxsplit=1)[0]
     if word == "logprobs" and isinstance(body, ChatBody):
         return "top_logprobs"
     return word if word in type(body).model_fields else None

@@ -211,5 +211,5 @@ class MockEngine:
 def _logprob(token, i, top):
     """Logprob -(i+1)/10; the alternatives are the token and the ids after it."""
     value = -(i + 1) / 10
-    others = tuple(((token + k) % 256, value - k) for k in range(top))
+    others = tuple(((token + k) % 256, value - 3 * k) for k in range(top))
     return TokenLogprob(token, value, 1, others)

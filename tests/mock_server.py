@@ -1,24 +1,161 @@
-"""Starts the real server around the mock engine: `python mock_server.py JSON`."""
+"""The real server around the mock engine, as a process, and a plain HTTP client for it.
 
+`python mock_server.py JSON` is the process; `running(...)` starts one for a test.
+"""
+
+import contextlib
+import http.client
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 from mock_engine import MockConfig
 
-from octavo.serve.config import ServerConfig
-from octavo.serve.server import Parts, run
+HERE = Path(__file__).parent
 
 
 def main(settings):
-    server = ServerConfig(**{"port": 0, "served_model_name": ("mock",), **settings["server"]})
-    parts = Parts("mock_engine:make", settings.get("tokenizer", "mock_engine:tokenizer"))
+    from octavo.serve.config import ServerConfig
+    from octavo.serve.server import Parts, run
+
+    server = ServerConfig(**{"served_model_name": ("mock", "alias/x"), **settings["server"]})
+    parts = Parts("mock_engine:make", settings["tokenizer"])
     code = run(MockConfig(**settings["engine"]), server, parts)
-    print("jax" in sys.modules, flush=True)
+    loaded = sorted({name.split(".")[0] for name in sys.modules} & {"jax", "jaxlib", "torch"})
+    print("heavy modules:", loaded, flush=True)
     return code
 
 
 def no_tokenizer(config):
     return None
+
+
+def bad_tokenizer(config):
+    raise ValueError("no tokenizer here")
+
+
+class Running:
+    """A server process and how to talk to it."""
+
+    def __init__(self, process, port, output):
+        self.process, self.port, self._output = process, port, output
+
+    @property
+    def log(self):
+        return Path(self._output).read_text()
+
+    def connect(self):
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def request(self, method, path, body=None, headers=None):
+        """Status, headers and parsed body of one exchange."""
+        raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        with contextlib.closing(self.connect()) as connection:
+            connection.request(method, path, raw, headers or {})
+            response = connection.getresponse()
+            data = response.read()
+        kind = response.headers.get("content-type", "")
+        return response.status, response.headers, json.loads(data) if "json" in kind else data
+
+    def post(self, path, body=None, **headers):
+        return self.request("POST", path, body, headers)
+
+    def get(self, path, **headers):
+        return self.request("GET", path, None, headers)
+
+    def complete(self, prompt, **fields):
+        body = {"model": "mock", "prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
+        return self.post("/v1/completions", body)
+
+    def chat(self, messages, **fields):
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        body = {"model": "mock", "messages": messages, "temperature": 0, "max_tokens": 8, **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def good(self, answer):
+        status, _, body = answer
+        assert status == 200, (status, body)
+        return body
+
+    def stream(self, path, body):
+        """Events of a stream, "[DONE]" included as a string."""
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("POST", path, json.dumps({"stream": True, **body}))
+            response = connection.getresponse()
+            data = response.read()
+        assert response.status == 200, data
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [e.removeprefix(b"data: ") for e in data.split(b"\n\n") if e]
+        return [e.decode() if e == b"[DONE]" else json.loads(e) for e in events]
+
+    def metric(self, name):
+        """Value of the first sample of a metric."""
+        _, _, text = self.get("/metrics")
+        lines = [line for line in text.decode().splitlines() if line.startswith(name)]
+        return float(lines[0].rsplit(" ", 1)[1])
+
+    def wait(self, condition, seconds=20):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.log
+            time.sleep(0.02)
+
+    def idle(self):
+        return self.metric("vllm:num_requests_running") == 0
+
+    def status(self):
+        try:
+            return self.get("/health")[2]["status"]
+        except OSError:
+            return "closed"
+
+    def core_pid(self):
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return int("".join(path.read_text() for path in children).split()[0])
+
+    def signal(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+
+
+@contextlib.contextmanager
+def running(*, wait=True, tokenizer="mock_engine:tokenizer", engine=None, **server):
+    """A server process; killed at the end if it still runs."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    settings = {
+        "engine": engine or {},
+        "tokenizer": tokenizer,
+        "server": {"port": port, **server},
+    }
+    command = [sys.executable, str(HERE / "mock_server.py"), json.dumps(settings)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    with tempfile.NamedTemporaryFile() as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+        server_process = Running(process, port, output.name)
+        try:
+            if wait:
+                server_process.wait(lambda: server_process.status() == "ready", 60)
+            yield server_process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def gone(pid):
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 if __name__ == "__main__":
