@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -87,8 +89,12 @@ def write(
 
 
 def _scatter(pages: Array, tokens: Array, slots: Array) -> Array:
-    flat = pages.reshape(-1, *pages.shape[2:])
-    return flat.at[slots].set(tokens.astype(pages.dtype), mode="drop").reshape(pages.shape)
+    tokens = tokens.astype(pages.dtype)
+    page, offset = jnp.divmod(slots, pages.shape[1])
+    if slots.shape[0] > 1:
+        return pages.at[page, offset].set(tokens, mode="drop")
+    # A scatter of one index becomes a bounds check that selects between two whole caches.
+    return lax.dynamic_update_slice(pages, tokens[None], (page[0], offset[0], 0, 0))
 
 
 def _attend_with(
