@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax import lax
+from jaxtyping import Array, UInt32
 
 
 @dataclass(frozen=True)
@@ -17,21 +18,21 @@ class ParamSpec:
         shape: of the array.
         dtype: name of its element type.
         axes: logical axis of each dimension, or None; `octavo.model.sharding` maps them to a mesh.
-        init: "normal" (deviation `scale`), "ones" or "zeros".
-        scale: deviation of a normal init.
+        init: "random" (mean 0, deviation `scale`), "ones" or "zeros".
+        scale: deviation of a random init.
     """
 
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[str | None, ...]
-    init: str = "normal"
+    init: str = "random"
     scale: float = 0.02
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise ValueError(f"{len(self.axes)} axes for a weight of shape {self.shape}")
-        if self.init not in ("normal", "ones", "zeros"):
-            raise ValueError(f"init {self.init!r} is not one of normal, ones, zeros")
+        if self.init not in ("random", "ones", "zeros"):
+            raise ValueError(f"init {self.init!r} is not one of random, ones, zeros")
 
     @property
     def nbytes(self) -> int:
@@ -44,21 +45,39 @@ def is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
 
-def init_leaf(spec: ParamSpec, key: Array) -> Array:
-    """One random (or constant) weight."""
+def init_leaf(spec: ParamSpec, key: Array, index: UInt32[Array, ""]) -> Array:
+    """One random (or constant) weight, drawn from (key, index) whatever its sharding.
+
+    A hash of the element's number rather than jax.random: threefry over a large array takes XLA
+    seconds to compile for a CPU, per shape, and these weights only have to be of the right size.
+    """
     dtype = jnp.dtype(spec.dtype)
     if spec.init == "ones":
         return jnp.ones(spec.shape, dtype)
     if spec.init == "zeros":
         return jnp.zeros(spec.shape, dtype)
-    return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.scale, dtype)
+    words = jax.random.key_data(key)
+    seed = _scramble(words[0] ^ _scramble(words[-1] + _scramble(index)))
+    number = jnp.zeros(spec.shape, jnp.uint32)
+    for axis, size in enumerate(spec.shape):
+        number = number * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, spec.shape, axis)
+    bits = _scramble(_scramble(number) ^ seed)
+    unit = (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-23) - 1.0
+    return (unit * jnp.float32(math.sqrt(3) * spec.scale)).astype(dtype)
+
+
+def _scramble(word: Array) -> Array:
+    """A bijection of 32-bit words that spreads every bit: MurmurHash3's finaliser (A. Appleby)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return word ^ (word >> jnp.uint32(16))
 
 
 def init_params(specs: Any, key: Array) -> Any:
     """Random weights for a tree of specs; a leaf's draw depends on its place in the tree alone."""
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    keys = [jax.random.fold_in(key, index) for index in range(len(leaves))]
-    return tree.unflatten([init_leaf(spec, key) for spec, key in zip(leaves, keys)])
+    numbers = jnp.arange(len(leaves), dtype=jnp.uint32)
+    return tree.unflatten([init_leaf(spec, key, index) for spec, index in zip(leaves, numbers)])
 
 
 def param_bytes(specs: Any) -> int:

@@ -1,7 +1,8 @@
 """Tensors of a checkpoint to parameter leaves on their devices, one leaf at a time.
 
 The host holds at most one assembled leaf (and, for quantised files, one dequantised tensor) beside
-the mapped file. Transposing is what takes the time, so each tensor is copied in slabs by threads.
+the mapped file; a CPU device keeps the leaf itself. Transposing is what takes the
+time, so each tensor is copied in slabs by threads.
 """
 
 import os
@@ -25,6 +26,7 @@ NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$"
 """Buffers that older versions of transformers saved; the graph computes them."""
 
 _SLAB_BYTES = 4 << 20  # small enough to stay in cache between the check and the copy
+_ALIGNMENT = 64
 _THREADS = min(16, os.cpu_count() or 1)
 _SHOWN = 5
 
@@ -46,12 +48,22 @@ def assemble(source: TensorSource, config: ModelConfig, shardings: Any, progress
     bar = tqdm(total=param_bytes(specs), unit="B", unit_scale=True, disable=not progress)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
         for (path, spec), place in zip(flat, places):
-            host = _leaf(source, spec, names[_plain(path)], pool)
-            # Waiting keeps one leaf on the host; not aliasing lets the buffer go.
-            leaf = jax.device_put(host, place, may_alias=False).block_until_ready()
-            leaves.append(leaf)
+            host = _buffer(spec)
+            _fill(host, source, names[_plain(path)], pool)
+            leaves.append(jax.device_put(host, place).block_until_ready())
+            del host
+            # The runtime lets go of a buffer it has copied at the next call that it gets; by the
+            # next leaf's, two leaves would have been held.
+            jax.device_put(np.uint8(0)).block_until_ready()
             bar.update(spec.nbytes)
     return tree.unflatten(leaves)
+
+
+def _buffer(spec: ParamSpec) -> np.ndarray:
+    """A fresh array for a leaf, aligned so that a CPU device takes it over without a copy."""
+    raw = np.empty(spec.nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + spec.nbytes].view(jnp.dtype(spec.dtype)).reshape(spec.shape)
 
 
 def _plain(path: Iterable[Any]) -> Path:
@@ -97,10 +109,10 @@ def _check_tied(source: TensorSource) -> None:
         )
 
 
-def _leaf(
-    source: TensorSource, spec: ParamSpec, pieces: tuple[Piece, ...], pool: ThreadPoolExecutor
-) -> np.ndarray:
-    leaf = np.empty(spec.shape, jnp.dtype(spec.dtype))
+def _fill(
+    leaf: np.ndarray, source: TensorSource, pieces: tuple[Piece, ...], pool: ThreadPoolExecutor
+) -> None:
+    """Writes a leaf from its checkpoint tensors."""
     for piece in pieces:
         tensor = source.read(piece.name)
         tensor = tensor if piece.reshape is None else tensor.reshape(piece.reshape)
@@ -112,13 +124,12 @@ def _leaf(
             pool.submit(_copy, tensor[row : row + rows], target, row, piece.repeat)
             for row in range(0, len(tensor), rows)
         ]
-        finite = [job.result() for job in jobs]  # every job, before the leaf may be dropped
+        finite = [job.result() for job in jobs]
         if not all(finite):
             raise CheckpointError(
                 f"{source.file_of(piece.name)}: tensor {piece.name} holds NaN or infinity"
-                f" (as {spec.dtype})"
+                f" (as {leaf.dtype})"
             )
-    return leaf
 
 
 def _copy(slab: np.ndarray, target: np.ndarray, row: int, repeat: int) -> bool:

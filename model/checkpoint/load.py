@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array
 
@@ -128,14 +129,14 @@ def dummy_params(specs: Any, shardings: Any | None = None) -> Any:
     places = [None] * len(flat) if shardings is None else jax.tree.leaves(shardings)
     key = jax.random.key(_DUMMY_SEED)
     leaves = [
-        _drawing(spec, place)(jax.random.fold_in(key, index))
+        _drawing(spec, place)(key, np.uint32(index))
         for index, (spec, place) in enumerate(zip(flat, places))
     ]
     return tree.unflatten(leaves)
 
 
 @cache
-def _drawing(spec: ParamSpec, place: Sharding | None) -> Callable[[Array], Array]:
+def _drawing(spec: ParamSpec, place: Sharding | None) -> Callable[[Array, np.uint32], Array]:
     """The compiled draw of every leaf of this shape and place."""
     return jax.jit(partial(init_leaf, spec), out_shardings=place)
 
