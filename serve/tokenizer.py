@@ -76,8 +76,8 @@ class Tokenizer:
         """
         try:
             ids = self.backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text is not valid Unicode: {error.reason}") from None
+        except TypeError:  # what tokenizers says of a str that has no UTF-8 form
+            raise ValueError("text is not valid Unicode: it has a lone surrogate") from None
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
