@@ -59,7 +59,7 @@ def logprobs_of(logits: Float32[Array, "S V"], tokens: Int32[Array, " S"], top_n
             logprob=chosen - top - total,
             rank=1 + jnp.sum(larger, axis=(1, 2), dtype=jnp.int32),
             top_ids=ids,
-            top_logprobs=values - (top + total)[:, None],
+            top_logprobs=values - top[:, None] - total[:, None],
         )
 
 

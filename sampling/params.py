@@ -137,6 +137,15 @@ class SamplingParams:
         """Whether the request's row slot on the device must be reset before it samples."""
         return self.has_penalties or self.has_bias
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the lean programs serve it (greedy, or random with filters).
+
+        Only such rows run several decode steps in one dispatch: each further kind of sampling
+        would need its own compile of the whole model.
+        """
+        return not self.needs_state and self.min_tokens == 0 and self.logprobs is None
+
 
 _INT_RANGES = {
     "min_tokens": (0, MAX_INT32),

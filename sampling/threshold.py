@@ -97,7 +97,7 @@ def _nucleus_floor(
 
 
 def _search(blocks: Float32[Array, "S N b"], top_k: Int32[Array, " S"]) -> Float32[Array, " S"]:
-    """k-th largest value of each row by bit pattern, _PIVOT_BITS bits a pass; -inf for k = 0."""
+    """k-th largest value of each row by bit pattern, _PIVOT_BITS bits a pass (k = 0: anything)."""
     pivots = 2**_PIVOT_BITS - 1
     steps = 32 // _PIVOT_BITS
 
@@ -112,7 +112,10 @@ def _search(blocks: Float32[Array, "S N b"], top_k: Int32[Array, " S"]) -> Float
         return low + jnp.left_shift(passed, shift)
 
     low = jax.lax.fori_loop(0, steps, narrow, jnp.zeros(top_k.shape, jnp.uint32))
-    return jnp.where(top_k > 0, _from_key(low), -jnp.inf)
+    # The search ends on the largest pattern that compares equal to the k-th value, which where
+    # subnormal numbers count as zero is not the value's own.
+    at_least = blocks >= _from_key(low)[:, None, None]
+    return jnp.min(jnp.where(at_least, blocks, jnp.inf), axis=(1, 2))
 
 
 def _from_key(key: UInt32[Array, " S"]) -> Float32[Array, " S"]:
