@@ -32,6 +32,7 @@ class RequestState:
         computed: tokens whose keys are written once every dispatched batch has run.
         drawn: tokens sampled, those in flight included.
         pending: of these, the ones in flight.
+        plain: its sampling may run several steps in one dispatch.
         decoding: every known token is computed or in flight, so that one token a step follows.
         fresh: the next row is the first since admission.
         chain: digests of its full pages; None when its pages must not be shared.
@@ -62,6 +63,7 @@ class RequestState:
         "limit",
         "next_full",
         "pending",
+        "plain",
         "preemptions",
         "prompt_len",
         "prompt_logprobs",
@@ -91,6 +93,7 @@ class RequestState:
         self.final_pages = pages_for(longest_sequence(request), page_size)
         self.drawn = 0
         self.pending = 0
+        self.plain = params.is_plain
         self.finished = False
         self.chain: PageChain | None = None
         wants_prompt = params.prompt_logprobs is not None

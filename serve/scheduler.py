@@ -148,10 +148,9 @@ class Scheduler:
             raise RuntimeError(f"{len(self._flights)} batches are in flight; commit one first")
         rows: list[ScheduledRow] = []
         states: list[RequestState] = []
-        preemptions = self._counters.preemptions
         steps = self._choose_steps()
         self._schedule_decodes(steps, rows, states)
-        self._schedule_prefills(rows, states, now, preemptions == self._counters.preemptions)
+        self._schedule_prefills(rows, states, now)
         if not rows:
             return None
         if steps > 1:
@@ -227,10 +226,10 @@ class Scheduler:
             )
 
     def _choose_steps(self) -> int:
-        """Decode steps of the next batch: 1 if it prefills, admits, or would run out of pages."""
+        """Decode steps: 1 if it prefills, admits, lacks pages, or a row samples not plainly."""
         steps = self.config.max_decode_steps
         running = self._rows.running
-        if steps == 1 or not all(state.decoding for state in running):
+        if steps == 1 or not all(state.decoding and state.plain for state in running):
             return 1
         if self._waiting and (not self.config.multi_step_when_waiting or self._can_admit()):
             return 1
@@ -304,14 +303,14 @@ class Scheduler:
         self._counters.preemptions += 1
 
     def _schedule_prefills(
-        self, rows: list[ScheduledRow], states: list[RequestState], now: float, may_admit: bool
+        self, rows: list[ScheduledRow], states: list[RequestState], now: float
     ) -> None:
         """Add chunks of rows that prefill, then admit while slots, pages and tokens last."""
         budget = self._tokens_for_prefill(rows)
         for state in self._rows.running:
             if not state.decoding and budget > 0:
                 budget -= self._schedule_chunk(state, budget, rows, states)
-        while may_admit and budget > 0 and self._waiting:
+        while budget > 0 and self._waiting:
             state = self._waiting.first
             if not self._admit(state, now):
                 break

@@ -7,7 +7,6 @@ from scheduler_cases import PROMPT, config, loop_of, request, step
 from octavo.serve.queue import QueueFull
 from octavo.serve.scheduler import Scheduler
 
-
 # What may enter
 
 
@@ -259,11 +258,12 @@ def test_without_prefix_caching_nothing_is_shared():
     assert step(loop) == [("a", 0, 9, 1), ("b", 0, 9, 1)]
 
 
-def test_new_weights_share_nothing_with_old_ones():
+@pytest.mark.parametrize("epoch", [1, 0])
+def test_new_weights_share_nothing_with_old_ones(epoch):
     loop = loop_of()
     loop.add(request("a", max_tokens=12))
     step(loop)
-    loop.scheduler.reset_prefixes(epoch=1)
+    loop.scheduler.reset_prefixes(epoch)
     loop.add(request("b"))
     assert step(loop) == [("a", 9, 1, 1), ("b", 0, 9, 1)]
     loop.drain()

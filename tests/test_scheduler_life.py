@@ -8,7 +8,6 @@ from octavo.sampling.params import SamplingParams
 from octavo.serve.scheduler import Scheduler
 from octavo.serve.types import Request, RowResult
 
-
 # Preemption
 
 
@@ -273,3 +272,14 @@ def test_counters_and_times():
     assert stats.finished == {"length": 2}
     assert (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds) == (2.0, 0.0, 2.0)
     assert (stats.waiting, stats.running, stats.pages_used, stats.pages_total) == (0, 0, 0, 64)
+
+
+def test_a_preempted_request_waits_for_its_tokens_in_flight():
+    loop = loop_of(overlap=True)
+    loop.add(request("a"))
+    in_flight = loop.scheduler.schedule(0.0)
+    loop.scheduler._preempt(loop.scheduler._states["a"])
+    assert loop.scheduler.schedule(0.0) is None
+    loop.scheduler.commit(in_flight, [RowResult((5,))], 0.0)
+    (row,) = loop.scheduler.schedule(0.0).rows
+    assert (row.tokens, row.emitted, row.start) == ((5, 5), (5,), 8)
