@@ -179,7 +179,7 @@ def unembed(
 ) -> Float[Array, "R V"]:
     """float32 logits of hidden states; a tied model multiplies by its embeddings."""
     if config.tie_embeddings:
-        logits = contract(hidden, params["embed"], axis=1)
+        logits = contract(hidden, params["embed"], axis=1, dtype=jnp.float32)
     else:
-        logits = contract(hidden, params["head"])
+        logits = contract(hidden, params["head"], dtype=jnp.float32)
     return soft_cap(logits, config.logit_soft_cap)

@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -25,10 +26,13 @@ def rms_norm(
     return (wide * inverse * factor).astype(x.dtype)
 
 
-def contract(x: Array, weight: Array, dims: int = 1, axis: int = 0) -> Array:
-    """x's last `dims` axes against weight's `dims` axes from `axis` on; float32 result.
+def contract(
+    x: Array, weight: Array, dims: int = 1, axis: int = 0, dtype: DTypeLike | None = None
+) -> Array:
+    """x's last `dims` axes against weight's `dims` axes from `axis` on, in x's type or `dtype`.
 
-    float32 operands multiply at full float32 precision, whatever the device would choose.
+    Sums are float32, rounded once on each device. float32 operands multiply at full float32 precision,
+    whatever the device would choose.
     """
     lhs = tuple(range(x.ndim - dims, x.ndim))
     rhs = tuple(range(axis, axis + dims))
@@ -37,19 +41,21 @@ def contract(x: Array, weight: Array, dims: int = 1, axis: int = 0) -> Array:
         weight,
         ((lhs, rhs), ((), ())),
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype or x.dtype,
     )
 
 
 def project(x: Array, weight: Array, bias: Array | None = None, dims: int = 1) -> Array:
-    """A linear layer: x's last `dims` axes against weight's first; rounded once to x's type.
+    """A linear layer: x's last `dims` axes against weight's first, in x's type.
 
-    A bias has the shape of the weight's remaining axes.
+    A bias has the shape of the weight's remaining axes. Asking for float32 products and rounding
+    them here would be the same for bfloat16 but costs 10 % of a prefill and of a
+    step of one row on an H200.
     """
     out = contract(x, weight, dims)
     if bias is not None:
-        out = out + bias.astype(jnp.float32).reshape((1,) * (out.ndim - bias.ndim) + bias.shape)
-    return out.astype(x.dtype)
+        out = out + bias.reshape((1,) * (out.ndim - bias.ndim) + bias.shape)
+    return out
 
 
 def activate(x: Array, kind: str) -> Array:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from octavo.model.checkpoint import assemble as assembly
 from octavo.model.checkpoint.assemble import assemble
-from octavo.model.checkpoint.hf import INDEX_NAME
+from octavo.model.checkpoint.hf import INDEX_NAME, HFSource
 from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.resolve import ModelNotFoundError, resolve_model
 from octavo.model.checkpoint.source import CheckpointError
@@ -289,11 +289,17 @@ def peak_of_loading(config):
     return peak
 
 
-def misaligned(spec):
-    """A buffer that no device can take over, as on a GPU."""
-    raw = np.empty(spec.nbytes + 128, np.uint8)
+def misaligned(_place, size):
+    """Scratch memory as for a GPU: no device can take it over."""
+    raw = np.empty(size + 128, np.uint8)
     start = -raw.ctypes.data % 64 + 4
-    return raw[start : start + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+    return raw[start : start + size]
+
+
+def test_leaves_assembled_in_the_same_memory(monkeypatch):
+    monkeypatch.setattr(assembly, "_scratch", misaligned)
+    params = assemble(HFSource(FOLDER / NAME), config_of(NAME), None, progress=False)
+    assert_same(params, params_of(NAME))
 
 
 def test_host_memory_while_loading(monkeypatch):
@@ -314,7 +320,7 @@ def test_host_memory_while_loading(monkeypatch):
     total = param_bytes(family_of(config).abstract_params(config))
     assert total > 5 * largest
     assert peak_of_loading(config) < total + 1e6, "a CPU device keeps the buffers: the model once"
-    monkeypatch.setattr(assembly, "_buffer", misaligned)
+    monkeypatch.setattr(assembly, "_scratch", misaligned)
     assert peak_of_loading(config) < largest + 1e6, "another device copies: one leaf at a time"
 
 
