@@ -1,0 +1,143 @@
+"""The real `openai` client against `octavo serve` with SmolLM2 on the CPU."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.smollm2
+
+MODEL = "smollm2"
+COUNT = "1, 2, 3, 4, 5, 6,"
+ORACLE = Path(__file__).parent / "data" / "real" / "smollm2-135m-instruct-q4_1.json"
+CHAT = [{"role": "user", "content": "Count from 1 to 5."}]
+START_SECONDS = 600
+
+
+@pytest.fixture(scope="session")
+def base_url(tmp_path_factory):
+    """A started server's /v1 URL."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--model={MODEL}"]
+    command.append(f"--port={port}")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ)
+        )
+    try:
+        end = time.monotonic() + START_SECONDS
+        while not _ready(port):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ready(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def client(base_url):
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=600) as made:
+        yield made
+
+
+def complete(client, prompt=COUNT, **fields):
+    fields = {"max_tokens": 9, "temperature": 0, **fields}
+    return client.completions.create(model=MODEL, prompt=prompt, **fields)
+
+
+def chat(client, **fields):
+    fields = {"max_tokens": 8, "temperature": 0, "messages": CHAT, **fields}
+    return client.chat.completions.create(model=MODEL, **fields)
+
+
+def test_models(client):
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_greedy_completion_is_the_reference(client):
+    cases = json.loads(ORACLE.read_text())["greedy"]
+    case = next(c for c in cases if c["prompt"].startswith("1, 2"))
+    answer = complete(client, case["prompt_ids"], logprobs=2, extra_body={"return_token_ids": True})
+    (choice,) = answer.choices
+    assert choice.token_ids == case["ids"][:9]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    for got, want in zip(choice.logprobs.token_logprobs, case["logprobs"]):
+        assert abs(got - want) < 5e-3
+    assert answer.usage.completion_tokens == 9
+    assert choice.finish_reason == "length"
+
+
+def test_stop_n_and_seed(client):
+    answer = complete(client, stop=["8, 9"], max_tokens=20)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" 7, ", "stop")
+    kw = {"n": 2, "seed": 11, "temperature": 1.2, "max_tokens": 6}
+    first, second = complete(client, **kw), complete(client, **kw)
+    texts = [c.text for c in first.choices]
+    assert texts == [c.text for c in second.choices]
+    assert texts[0] != texts[1]
+
+
+def test_chat_stream_equals_plain(client):
+    plain = chat(client).choices[0].message.content
+    text, usage = "", None
+    for chunk in chat(client, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+    assert text == plain != ""
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_stream_helper_and_logprobs(client):
+    with client.chat.completions.stream(
+        model=MODEL, messages=CHAT, max_tokens=200, temperature=0, stop=[","]
+    ) as stream:
+        for _ in stream:
+            pass
+        done = stream.get_final_completion()
+    assert done.choices[0].finish_reason == "stop"
+    assert "," not in done.choices[0].message.content
+    items = chat(client, logprobs=True, top_logprobs=3, max_tokens=4).choices[0].logprobs.content
+    assert len(items) == 4
+    assert all(len(item.top_logprobs) == 3 for item in items)
+
+
+def test_prefix_cache_hits_are_reported(client):
+    prompt = "The quick brown fox jumps over the lazy dog. " * 12
+    complete(client, prompt, max_tokens=1)
+    again = complete(client, prompt, max_tokens=1)
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_errors_map_to_classes(client):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="other", messages=CHAT)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        chat(client, temperature=-5)
+    with pytest.raises(openai.BadRequestError, match="context"):
+        complete(client, max_tokens=100_000)
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(openai.BadRequestError, match="image"):
+        chat(client, messages=[{"role": "user", "content": [part]}])
