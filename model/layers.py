@@ -31,8 +31,8 @@ def contract(
 ) -> Array:
     """x's last `dims` axes against weight's `dims` axes from `axis` on, in x's type or `dtype`.
 
-    Sums are float32, rounded once on each device. float32 operands multiply at full float32 precision,
-    whatever the device would choose.
+    Sums are float32, rounded once on each device. float32 operands multiply at full float32
+    precision, whatever the device would choose.
     """
     lhs = tuple(range(x.ndim - dims, x.ndim))
     rhs = tuple(range(axis, axis + dims))
@@ -49,8 +49,8 @@ def project(x: Array, weight: Array, bias: Array | None = None, dims: int = 1) -
     """A linear layer: x's last `dims` axes against weight's first, in x's type.
 
     A bias has the shape of the weight's remaining axes. Asking for float32 products and rounding
-    them here would be the same for bfloat16 but costs 10 % of a prefill and of a
-    step of one row on an H200.
+    them here would be the same for bfloat16 but costs 10 % of a prefill and of a step of
+    one row on an H200.
     """
     out = contract(x, weight, dims)
     if bias is not None:
