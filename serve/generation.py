@@ -8,6 +8,7 @@ from typing import Any
 from octavo.serve import errors, responses
 from octavo.serve.client import Call, EngineClient
 from octavo.serve.detokenize import Detokenizer, TokenTable
+from octavo.serve.errors import ApiError
 from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
 from octavo.serve.prompts import Prompt
@@ -118,10 +119,10 @@ class Generation:
         if not self._running:
             return []
         events = await self.call.next()
-        for event in events:
-            if event.finish_reason == FINISH_ERROR and not event.token_ids:
-                self.call.close()
-                raise errors.internal(event.error or "the sample failed")
+        failed = [event for event in events if event.finish_reason == FINISH_ERROR]
+        if failed and not any(event.token_ids for event in events):
+            self.call.close()
+            raise errors.internal(failed[0].error or "the sample failed")
         return events
 
     async def stream(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
@@ -140,9 +141,11 @@ class Generation:
             yield opening
         try:
             while self._running:
-                body = b"".join(self._render(event) for event in events)
+                body, error = self._render_all(events)
                 if body:
                     yield body
+                if error is not None:
+                    raise error
                 if self._running:
                     events = await self.call.next()
         finally:
@@ -179,13 +182,21 @@ class Generation:
         else:
             self._recorder.time_to_first_token.observe(elapsed)
 
+    def _render_all(self, events: list[TokenEvent]) -> tuple[bytes, ApiError | None]:
+        """Bytes of the events up to the first that failed its sample, and that failure."""
+        body = b""
+        for event in events:
+            if event.finish_reason == FINISH_ERROR:
+                self._advance(event)
+                return body, errors.internal(event.error or "the sample failed")
+            body += self._render(event)
+        return body, None
+
     def _render(self, event: TokenEvent) -> bytes:
         body = b""
         for choice, delta in self._advance(event):
             if choice.index not in self._greeted:
                 body += self._greet(choice)
-            if delta.finish_reason == FINISH_ERROR:
-                raise errors.internal(delta.error or "the sample failed")
             if delta.finish_reason is not None:
                 body += self._last(choice, delta, delta.finish_reason)
             elif delta.tokens:

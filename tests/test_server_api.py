@@ -3,11 +3,23 @@
 The mock engine repeats the prompt, so "abc" is continued by "abcabc...".
 """
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from mock_engine import EOS, ByteTokenizer
 from mock_server import running
+
+from octavo.sampling.params import SamplingParams
+from octavo.serve.client import Call
+from octavo.serve.detokenize import TokenTable
+from octavo.serve.errors import ApiError
+from octavo.serve.generation import Generation, Wanted
+from octavo.serve.metrics import Recorder
+from octavo.serve.prompts import Prompt
+from octavo.serve.responses import Identity
+from octavo.serve.types import Request, TokenEvent
 
 
 @pytest.fixture(scope="module")
@@ -531,3 +543,27 @@ def test_keep_alive_and_answers_do_not_cross(srv):
 
 def test_byte_tokenizer_agrees_with_the_mock():
     assert ByteTokenizer().encode("a<|eos|>") == [97, EOS]
+
+
+def test_text_that_arrives_together_with_a_failure_is_not_lost():
+    client = SimpleNamespace(submit=lambda requests: Call(client, []))
+    client.abort = lambda ids: None
+    identity = Identity("cmpl-1", 0, "mock", "fp")
+    table = TokenTable(ByteTokenizer())
+    job = Generation(client, Recorder(), table, identity, Wanted())
+    prompt = Prompt((97,))
+    job.add(prompt, Request("r", prompt.ids, SamplingParams()))
+    job.start()
+    events = [TokenEvent("r", (97,)), TokenEvent("r", finish_reason="error", error="NaN")]
+
+    async def drain():
+        got = []
+        try:
+            async for chunk in job.stream(events):
+                got.append(chunk)
+        except ApiError as error:
+            return b"".join(got), error.message
+        raise AssertionError("no failure")
+
+    body, message = asyncio.run(drain())
+    assert (b'"text":"a"' in body, message) == (True, "NaN")
