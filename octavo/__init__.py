@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.generate import make_generate as make_generate
     from octavo.llm import LLM as LLM
-    from octavo.model.checkpoint.load import load_model as load_model
+    from octavo.loading import load_model as load_model
     from octavo.model.config import ModelConfig as ModelConfig
     from octavo.model.forward import forward as forward
     from octavo.outputs import CompletionOutput as CompletionOutput
@@ -27,7 +27,7 @@ _HOMES = {
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.sampling.params",
     "forward": "octavo.model.forward",
-    "load_model": "octavo.model.checkpoint.load",
+    "load_model": "octavo.loading",
     "make_generate": "octavo.generate",
 }
 

@@ -1,4 +1,4 @@
-"""`make_generate`: prompt to tokens as one jitted pure function, over the engine's graph and cache."""
+"""`make_generate`: prompts to tokens as one jitted pure function, on the engine's own graph."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -27,12 +27,12 @@ def default_root() -> Path:
     return Path(base) / "octavo" / "artefacts"
 
 
-def source_digest(folders: Iterable[Path]) -> str:
-    """Digest of every .py file below `folders`: new code never meets old executables."""
+def source_digest(paths: Iterable[Path]) -> str:
+    """Digest of .py files, and of those below folders: new code never meets old executables."""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{folder.name}/{path.relative_to(folder)}\0".encode())
+    for root in paths:
+        for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
+            digest.update(f"{root.name}/{path.name}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -16,8 +16,6 @@ from octavo.serve.buckets import Bucket
 from octavo.serve.packing import Field, PackLayout
 from octavo.serve.types import ScheduledBatch, ScheduledRow
 
-SMALLEST_RESET = 256
-
 
 @dataclass(frozen=True)
 class LoneRow:
@@ -160,15 +158,6 @@ def reset_layout(size: int, vocab_size: int) -> PackLayout:
             Field("bias_values", (MAX_LOGIT_BIAS,), "f32"),
         )
     )
-
-
-def reset_size(row: ScheduledRow) -> int:
-    """Class that a row's prompt and emitted tokens are padded to: a power of 4."""
-    longest = max(len(row.request.prompt), len(row.emitted))
-    size = SMALLEST_RESET
-    while size < longest:
-        size *= 4
-    return size
 
 
 def pack_reset(row: ScheduledRow, size: int, vocab_size: int) -> np.ndarray:

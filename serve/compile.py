@@ -8,7 +8,7 @@ import hashlib
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
@@ -69,10 +69,12 @@ class Programs:
         build: Callable[[ProgramKey], Lowerable],
         store: ArtefactStore | None = None,
         *,
+        devices: Sequence[Any],
         strict: bool = False,
     ) -> None:
         self._build = build
-        self._store = store
+        self._devices = devices
+        self.store = store
         self._strict = strict
         self._programs: dict[ProgramKey, Any] = {}
         self._lock = Lock()
@@ -96,20 +98,27 @@ class Programs:
                 pass
         self._sealed = True
 
+    def items(self) -> list[tuple[ProgramKey, Any]]:
+        """Every program made ready so far, with its key."""
+        return list(self._programs.items())
+
     def memory(self) -> int:
         """Largest temporary allocation of any program so far, in bytes."""
         sizes = [program.memory_analysis() for program in self._programs.values()]
         return max((size.temp_size_in_bytes for size in sizes if size is not None), default=0)
 
     def _load(self, key: ProgramKey) -> Any:
-        payload = self._store.load(key.name) if self._store else None
-        if payload is None or self._store is None:
+        payload = self.store.load(key.name) if self.store else None
+        if payload is None or self.store is None:
             return None
         start = time.perf_counter()
         try:
-            program = serialize_executable.deserialize_and_load(*pickle.loads(payload))
+            parts = pickle.loads(payload)
+            program = serialize_executable.deserialize_and_load(
+                *parts, execution_devices=self._devices
+            )
         except Exception as error:  # any failure to load means: build it anew
-            self._store.refuse(key.name, f"{type(error).__name__}: {error}")
+            self.store.refuse(key.name, f"{type(error).__name__}: {error}")
             return None
         with self._lock:
             self.stats.loaded += 1
@@ -128,8 +137,8 @@ class Programs:
             self.stats.compile_seconds += seconds
             self.stats.names.append(key.name)
         log.info("compiled %s %s in %.1f s", key.kind, key.bucket or key.size, seconds)
-        if self._store:
-            self._store.save(key.name, pickle.dumps(serialize_executable.serialize(program)))
+        if self.store:
+            self.store.save(key.name, pickle.dumps(serialize_executable.serialize(program)))
         return program
 
     def _note_late(self, key: ProgramKey) -> None:

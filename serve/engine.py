@@ -95,8 +95,11 @@ class Engine:
 
     def recover(self, reason: str) -> list[TokenEvent]:
         """After an exception in `step`: fail every request, start from an empty cache."""
-        failed = self.scheduler.reset()
+        failed = self.scheduler.request_ids()
+        for request_id in failed:
+            self.scheduler.abort(request_id, FINISH_ERROR)
         self._in_flight = None
+        self.scheduler.reset()
         self.runner.reset_device_state()
         log.error("engine recovered; %d requests failed: %s", len(failed), reason)
         return [TokenEvent(id_, finish_reason=FINISH_ERROR, error=reason) for id_ in failed]

@@ -65,7 +65,9 @@ def _define(values: flags.FlagValues, name: str, hint: Any, help_text: str) -> N
 
 def parse_settings(values: flags.FlagValues, settings: Iterable[type]) -> LoadedConfig:
     """Typed settings from parsed flags, with the config file below them."""
-    merged = dict(values["config"].value or {})
+    merged: dict[str, Any] = {}
+    if values["config"].value is not None:
+        merged.update(values["config"].value.items())
     for cls in settings:
         for field in dataclasses.fields(cls):
             flag = values[field.name]

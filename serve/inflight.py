@@ -9,6 +9,8 @@ from octavo.sampling.flags import SamplingFlags
 from octavo.serve.types import RowResult, ScheduledBatch, ScheduledRow, TokenLogprob
 
 NOT_FINITE = "the model produced NaN or infinite logits for this request"
+ALL_BANNED = "every token is banned for this request"
+TOKEN, FINITE = 0, 1
 LOGPROB, RANK, TOP = 0, 1, 2
 
 
@@ -54,16 +56,18 @@ class InFlight:
     ) -> RowResult:
         if columns is None:
             return RowResult(prompt_logprobs=prompt_logprobs)
-        drawn = columns[columns[:, 0] >= 0]
-        if not drawn[:, 1].all():
+        drawn = columns[columns[:, FINITE] >= 0]  # steps after a stop are all -1
+        if not drawn[:, FINITE].all():
             return RowResult(error=NOT_FINITE)
+        if (drawn[:, TOKEN] < 0).any():
+            return RowResult(error=ALL_BANNED)
         asked = row.request.params.logprobs
         logprobs = ()
         if asked is not None:
             logprobs = tuple(
-                _logprob(int(step[0]), step[2:], self.flags.logprobs, asked) for step in drawn
+                _logprob(int(step[TOKEN]), step[2:], self.flags.logprobs, asked) for step in drawn
             )
-        return RowResult(tuple(drawn[:, 0].tolist()), logprobs, prompt_logprobs)
+        return RowResult(tuple(drawn[:, TOKEN].tolist()), logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, row: ScheduledRow, columns: np.ndarray) -> tuple[TokenLogprob, ...]:
         asked = row.request.params.prompt_logprobs

@@ -30,7 +30,9 @@ from octavo.serve.step import Graph
 
 log = logging.getLogger("octavo.launch")
 
-DEVICE_CODE = (octavo.attention, octavo.cache, octavo.model, octavo.sampling, octavo.serve)
+DEVICE_CODE = (octavo.attention, octavo.cache, octavo.model, octavo.sampling)
+HOST_CODE = ("batch", "buckets", "packing", "programs", "step")
+"""Modules of serve/ that decide what a program is."""
 
 
 def build_engine(config: EngineConfig, *, strict: bool = False) -> Engine:
@@ -140,6 +142,12 @@ def _settings(config: EngineConfig, limits: Limits, *, gpu: bool) -> ProgramSett
     )
 
 
+def _source() -> str:
+    serve = Path(octavo.serve.__path__[0])
+    folders = [Path(package.__path__[0]) for package in DEVICE_CODE]
+    return source_digest([*folders, *(serve / f"{name}.py" for name in HOST_CODE)])
+
+
 def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> ArtefactStore | None:
     """Where this engine's executables live; None when artefact_dir is empty."""
     if not config.artefact_dir:
@@ -147,7 +155,7 @@ def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> Artefac
     root = default_root() if config.artefact_dir == AUTO else Path(config.artefact_dir)
     manifest = {
         **devices.fingerprint(),
-        "source": source_digest(Path(package.__path__[0]) for package in DEVICE_CODE),
+        "source": _source(),
         "model": repr(graph.config),
         "attention": graph.attention,
         "mesh": config.mesh,

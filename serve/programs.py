@@ -11,15 +11,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from octavo.cache.layout import CacheLayout, init_cache
 from octavo.model.params import shape_dtypes
 from octavo.model.sharding import cache_sharding, sharding_tree
-from octavo.sampling.flags import SamplingFlags
+from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
 from octavo.sampling.state import init_row_state
 from octavo.serve import batch as packing
 from octavo.serve import step
 from octavo.serve.buckets import Bucket, Buckets
 from octavo.serve.compile import Lowerable, ProgramKey
 
+SMALLEST_RESET = 256
+
 COMMON_FLAGS = (SamplingFlags(greedy_only=True), SamplingFlags(filters=True))
 """What plain greedy and plain random requests need; compiled at warm-up, multi-step included."""
+
+
+SAMPLING_FLAGS = (
+    *(SamplingFlags(greedy_only=True, logprobs=top_n) for top_n in (-1, *LOGPROB_BUCKETS)),
+    *(
+        SamplingFlags(filters=True, penalties=full, bias=full, min_tokens=full, logprobs=top_n)
+        for full in (False, True)
+        for top_n in (-1, *LOGPROB_BUCKETS)
+    ),
+)
+"""Everything that `covering` returns."""
 
 
 def covering(flags: SamplingFlags) -> SamplingFlags:
@@ -44,6 +57,13 @@ class ProgramSettings:
     max_model_len: int
     max_decode_steps: int
 
+    def reset_sizes(self) -> list[int]:
+        """Token counts that a row-state reset is padded to: powers of 4 of the smallest."""
+        sizes = [SMALLEST_RESET]
+        while sizes[-1] < self.max_model_len:
+            sizes.append(sizes[-1] * 4)
+        return sizes
+
 
 class ProgramBuilder:
     """Lowers the engine's programs for one graph, cache layout and set of sizes."""
@@ -56,6 +76,10 @@ class ProgramBuilder:
         """The jitted function of `key` and its abstract arguments."""
         return getattr(self, f"_{key.kind}")(key)
 
+    def reset_size(self, tokens: int) -> int:
+        """Smallest reset size for so many tokens."""
+        return next(size for size in self.settings.reset_sizes() if size >= tokens)
+
     def temporaries(self) -> int:
         """Temporary bytes of the largest forward program; compiles it."""
         largest = max(self.settings.buckets.all())
@@ -64,14 +88,19 @@ class ProgramBuilder:
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
     def warmup_keys(self) -> list[ProgramKey]:
-        """The programs that plain greedy and plain random sampling need, for every bucket."""
-        keys = [ProgramKey("forward", bucket) for bucket in self.settings.buckets.all()]
-        sizes = sorted({bucket.rows for bucket in self.settings.buckets.all()})
-        for flags in COMMON_FLAGS:
-            keys += [self.sample_key(size, flags) for size in sizes]
-            if self.settings.max_decode_steps > 1:
-                decode = (b for b in self.settings.buckets.all() if b.is_decode)
-                keys += [self.decode_key(bucket, flags) for bucket in decode]
+        """Every program that a request can need, the models' own first (they take longest)."""
+        buckets = self.settings.buckets.all()
+        decode = [bucket for bucket in buckets if bucket.is_decode]
+        keys = [ProgramKey("forward", bucket) for bucket in buckets]
+        if self.settings.max_decode_steps > 1:
+            keys += [self.decode_key(bucket, flags) for flags in COMMON_FLAGS for bucket in decode]
+        rows = sorted({bucket.rows for bucket in buckets})
+        keys += [self.sample_key(size, flags) for flags in SAMPLING_FLAGS for size in rows]
+        tokens = sorted({bucket.tokens for bucket in buckets})
+        for top_n in LOGPROB_BUCKETS:
+            flags = SamplingFlags(logprobs=top_n)
+            keys += [ProgramKey("prompt_logprobs", flags=flags, size=size) for size in tokens]
+        keys += [ProgramKey("reset", size=size) for size in self.settings.reset_sizes()]
         return keys
 
     def sample_key(self, rows: int, flags: SamplingFlags) -> ProgramKey:

@@ -47,7 +47,8 @@ class Runner:
     ) -> None:
         self.graph, self.params, self.layout, self.settings = graph, params, layout, settings
         self.builder = ProgramBuilder(graph, layout, settings)
-        self.programs = Programs(self.builder.build, store, strict=strict)
+        devices = list(graph.mesh.devices.flat) if graph.mesh else jax.devices()[:1]
+        self.programs = Programs(self.builder.build, store, devices=devices, strict=strict)
         self.waste = Waste()
         self.reset_device_state()
 
@@ -144,7 +145,7 @@ class Runner:
                 self._reset_row(row)
 
     def _reset_row(self, row: ScheduledRow) -> None:
-        size = packing.reset_size(row)
+        size = self.builder.reset_size(max(len(row.request.prompt), len(row.emitted)))
         packed = packing.pack_reset(row, size, self.graph.config.vocab_size)
         program = self.programs.get(ProgramKey("reset", size=size))
         self.row_state = program(self.row_state, self._put(packed))
