@@ -67,6 +67,12 @@ class Runner:
 
     # Running ------------------------------------------------------------------------------------
 
+    @property
+    def weight_bytes_streamed(self) -> int:
+        """Bytes of the parameters a decode step reads: all but an untied embedding table."""
+        specs = self.builder.specs
+        return self.weight_bytes - (param_bytes(specs["embed"]) if "head" in specs else 0)
+
     def dispatch(self, batch: ScheduledBatch) -> InFlight:
         """Queue one batch on the device and return without waiting for it."""
         flags = covering(SamplingFlags.for_params(row.request.params for row in batch.rows))
