@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.mosaic import attend_mosaic
 from octavo.attention.reference import attend_reference
 from octavo.attention.xla import attend_xla
 from octavo.cache.layout import LayerCache
@@ -22,10 +23,11 @@ Implementation = Callable[
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": attend_reference,
     "xla": attend_xla,
+    "mosaic": attend_mosaic,
 }
 """What `impl` may name. Each raises NotImplementedError, before any work, for what it can't do."""
 
-AUTO_ORDER = ("xla",)
+AUTO_ORDER = ("mosaic", "xla")
 """What "auto" tries, in order."""
 
 

@@ -4,9 +4,9 @@
     python bench/attention_bench.py --sweep              # every tuning that fits
     python bench/attention_bench.py --only=b64_2k        # one scenario
 
-A program launches the kernel on several caches in turn, many times over (XLA computes what the
-launches share once, as it does for the layers of a step), so host dispatch is not counted and no
-cache survives in the L2 from one use to the next.
+A program runs many steps of 32 launches, on several caches in turn: what the layers of a model
+share is computed once a step, host dispatch is not counted, and no cache survives in the L2 from
+one use to the next.
 """
 
 import json
@@ -35,6 +35,13 @@ READ_CEILING = 4.48e12
 """Bytes/s: the most that one H200 was measured to read from its memory."""
 
 
+LAYERS = 32
+"""Launches a step: what the layers of a model share is computed once a step."""
+
+PROGRAM_SECONDS = 0.04
+"""About how long a program runs, so that its dispatch (0.3 ms) doesn't count."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A decode step of equal contexts, or lognormal ones of that mean, and the share to reach."""
@@ -48,7 +55,6 @@ class Scenario:
     kv_heads: int = 8
     head_dim: int = 128
     page: int = 64
-    launches: int = 40
 
     def kv_lens(self) -> np.ndarray:
         if not self.ragged:
@@ -107,30 +113,31 @@ def _inputs(case: Scenario) -> tuple[jax.Array, list[LayerCache], AttentionMeta]
 
 
 def _program(case: Scenario, attend: partial, caches: int) -> tuple[partial, int]:
-    """A function that launches `attend` on each cache in turn, over and over; and how often."""
-    rounds = -(-case.launches // caches)
+    """A function of many steps of LAYERS launches, on each cache in turn; and its launches."""
+    floor = case.floor_bytes() / READ_CEILING
+    rounds = max(2, round(PROGRAM_SECONDS / floor / LAYERS))
     spec = AttentionSpec(scale=case.head_dim**-0.5)
 
     def run(q: jax.Array, layers: list[LayerCache], meta: AttentionMeta) -> jax.Array:
         def one_round(_: jax.Array, q: jax.Array) -> jax.Array:
-            for layer in layers:
-                q = q + attend(q, layer, meta, spec)
+            for index in range(LAYERS):
+                q = q + attend(q, layers[index % caches], meta, spec)
             return q
 
         return lax.fori_loop(0, rounds, one_round, q)
 
-    return partial(run), rounds * caches
+    return partial(run), rounds * LAYERS
 
 
 def _seconds(compiled: jax.stages.Compiled, arguments: tuple, launches: int) -> float:
-    """Median of five runs of the program, a launch."""
+    """Median of three runs of the program, a launch."""
     jax.block_until_ready(compiled(*arguments))
     times = []
-    for _ in range(5):
+    for _ in range(3):
         begin = time.perf_counter()
         jax.block_until_ready(compiled(*arguments))
         times.append(time.perf_counter() - begin)
-    return sorted(times)[2] / launches
+    return sorted(times)[1] / launches
 
 
 def _tunings(case: Scenario) -> Iterator[DecodeTuning]:

@@ -150,7 +150,7 @@ def test_auto_reports_every_refusal(monkeypatch: pytest.MonkeyPatch):
 
     for name in AUTO_ORDER:
         monkeypatch.setitem(IMPLEMENTATIONS, name, refuse)
-    with pytest.raises(NotImplementedError, match=r"xla: not today"):
+    with pytest.raises(NotImplementedError, match=r"mosaic: not today; xla: not today"):
         _run(build(_BY_NAME["decode"]), "auto")
 
 

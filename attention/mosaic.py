@@ -1,0 +1,39 @@
+"""The Mosaic-GPU kernels as one implementation: refusals of the device, choice of the kernel."""
+
+import jax
+from jaxtyping import Array, Float
+
+from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.mosaic_decode import decode_mosaic
+from octavo.cache.layout import LayerCache
+
+HOPPER = "9.0"
+HOPPER_KINDS = ("H100", "H200", "GH200")
+
+
+def attend_mosaic(
+    q: Float[Array, "T H D"],
+    layer: LayerCache,
+    meta: AttentionMeta,
+    spec: AttentionSpec,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "T H D"]:
+    """`attend` by the kernels written for Hopper GPUs.
+
+    Raises:
+        NotImplementedError: no such GPU, or a shape that `refuse_decode` names.
+    """
+    _refuse_device()
+    return decode_mosaic(q, layer, meta, spec, sinks)
+
+
+def _refuse_device() -> None:
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        if not any(kind in abstract.device_kind for kind in HOPPER_KINDS):
+            raise NotImplementedError(f"needs a Hopper GPU; lowering for {abstract.device_kind}")
+        return
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability != HOPPER:
+        raise NotImplementedError(f"needs a Hopper GPU; running on {device.device_kind}")

@@ -1,0 +1,545 @@
+"""Paged decode attention for Hopper in Pallas Mosaic GPU: split-KV over fixed chunks.
+
+Work is cut into items (row, KV head, chunk of the context). Chunk borders are multiples of
+`DecodeTuning.chunk`, so a row's arithmetic is the same in any batch. A persistent grid takes the
+items in strides: whole chunks first, then each row's last chunk, longest first, which balances
+ragged batches to about one chunk. In each block `pairs` memory warpgroups stream pages through
+rings in shared memory (TMA, page ids read from the block table one step ahead) to as many compute
+warpgroups. A last fusion of XLA's combines the chunks, always in the order of their positions.
+The query heads of a KV head are the rows of one 64-row wgmma tile (FlashDecoding, Dao et al. 2023;
+FlashAttention-3, Shah et al. 2024).
+"""
+
+# pyright: reportAbstractUsage=false
+# Pallas leaves an abstract method on the transforms that it exports.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jaxtyping import Array, Float
+
+from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.splits import (
+    BLOCK,
+    FLOOR,
+    LOG2E,
+    TileShape,
+    Work,
+    combine,
+    decode_work,
+)
+from octavo.cache.layout import LayerCache
+
+Ref = Any
+"""A Pallas reference: the kernels' operands have no public type."""
+
+TILE_ROWS = 64
+"""Rows of a wgmma tile; the query heads of a KV head times the queries of a row must fit in it."""
+
+MAX_QUERIES = 8
+"""Queries a row the kernel takes: decode, and verification of a few drafted tokens."""
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = (jnp.bfloat16, jnp.float16)
+
+COMPUTE_REGISTERS = {1: 232, 2: 208}
+MEMORY_REGISTERS = 40
+"""Registers a thread of each role, by pairs; they add up to less than the 65,536 of a block."""
+
+SMEM_BYTES = 227 * 1024
+BARRIER_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class DecodeTuning:
+    """How the kernel is laid out on the chip. Only `chunk` can change a result's rounding.
+
+    Attributes:
+        chunk: tokens of context a work item; a multiple of 128.
+        stages: pages' tiles in each ring.
+        pairs: memory and compute warpgroups a block, 1 or 2 of each.
+        num_blocks: thread blocks of the persistent grid, one a multiprocessor.
+        interpreted: softmax weights go through shared memory: slower, but Pallas' interpreter
+            doesn't multiply from registers.
+    """
+
+    chunk: int = 512
+    stages: int = 2
+    pairs: int = 2
+    num_blocks: int = 132
+    interpreted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk <= 0 or self.chunk % 128:
+            raise ValueError(f"chunk={self.chunk} must be a positive multiple of 128")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+        if self.pairs not in (1, 2):
+            raise ValueError(f"pairs={self.pairs} must be 1 or 2")
+        if self.num_blocks < 1:
+            raise ValueError(f"num_blocks={self.num_blocks} must be positive")
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of a block, in bytes."""
+        tiles = TILE_ROWS + 2 * self.stages * BLOCK
+        weights = TILE_ROWS * BLOCK * 2 if self.interpreted else 0
+        return self.pairs * (tiles * head_dim * 2 + weights + TILE_ROWS * 4) + BARRIER_BYTES
+
+
+def default_tuning(head_dim: int) -> DecodeTuning:
+    """Deepest rings that fit: two pairs up to head_dim 128, one above."""
+    pairs = 2 if head_dim <= 128 else 1
+    fitting = [
+        tuning
+        for stages in (2, 3, 4)
+        if (tuning := DecodeTuning(stages=stages, pairs=pairs)).smem_bytes(head_dim) <= SMEM_BYTES
+    ]
+    return fitting[-1]
+
+
+def refuse_decode(q: Array, layer: LayerCache, meta: AttentionMeta) -> None:
+    """Raises NotImplementedError, with the reason, for what the kernel can't do."""
+    num_heads, head_dim = q.shape[1:]
+    page_size, num_kv_heads = layer.k.shape[1:3]
+    if q.dtype not in DTYPES or layer.k.dtype != q.dtype:
+        raise NotImplementedError(
+            f"queries {q.dtype} on {layer.k.dtype} pages; needs one of 16 bits"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
+    if page_size not in PAGE_SIZES:
+        raise NotImplementedError(f"page size {page_size} is not one of {PAGE_SIZES}")
+    if meta.max_query_len > MAX_QUERIES:
+        raise NotImplementedError(f"{meta.max_query_len} queries a row; takes up to {MAX_QUERIES}")
+    rows = meta.max_query_len * (num_heads // num_kv_heads)
+    if rows > TILE_ROWS:
+        raise NotImplementedError(f"{rows} queries a KV head exceed a tile of {TILE_ROWS}")
+
+
+def decode_mosaic(
+    q: Float[Array, "T H D"],
+    layer: LayerCache,
+    meta: AttentionMeta,
+    spec: AttentionSpec,
+    sinks: Float[Array, " H"] | None = None,
+    tuning: DecodeTuning | None = None,
+) -> Float[Array, "T H D"]:
+    """`attend` for rows of at most MAX_QUERIES queries, on a Hopper GPU.
+
+    Partial results of the chunks are kept in the type of q, their log-sum-exp in float32.
+    Refuses as `refuse_decode` says.
+    """
+    refuse_decode(q, layer, meta)
+    num_tokens, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = layer.k.shape[1:3]
+    shape = TileShape(
+        queries=meta.max_query_len,
+        group=num_heads // num_kv_heads,
+        heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        num_pages=meta.block_tables.shape[1],
+    )
+    tuning = tuning or default_tuning(head_dim)
+    if tuning.smem_bytes(head_dim) > SMEM_BYTES:
+        raise NotImplementedError(
+            f"{tuning} needs {tuning.smem_bytes(head_dim)} B of shared memory"
+        )
+    work = decode_work(meta, page_size, spec.window, tuning.chunk)
+    tokens = meta.query_starts[:-1, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
+    packed = q if shape.queries == 1 else q[jnp.minimum(tokens, num_tokens - 1)]
+    packed = packed.reshape(-1, shape.queries, num_kv_heads, shape.group, head_dim)
+    packed = packed.transpose(0, 2, 1, 3, 4).reshape(-1, num_kv_heads, shape.used_rows, head_dim)
+    # In a model this padding is part of the fusion that makes q.
+    packed = jnp.pad(packed, ((0, 0), (0, 0), (0, shape.rows - shape.used_rows), (0, 0)))
+    parts, lse = _partial_attention(packed, layer, meta.block_tables, work, spec, tuning, shape)
+    out = combine(parts, lse, work, sinks, shape).astype(q.dtype)
+    if shape.queries == 1:
+        return out.reshape(q.shape)
+    live = (tokens < meta.query_starts[1:, None]) & (meta.kv_lens > 0)[:, None]
+    out = out.reshape(-1, shape.queries, num_heads, head_dim)
+    return jnp.zeros_like(q).at[jnp.where(live, tokens, num_tokens)].set(out, mode="drop")
+
+
+def _partial_attention(
+    q: Array,
+    layer: LayerCache,
+    block_tables: Array,
+    work: Work,
+    spec: AttentionSpec,
+    tuning: DecodeTuning,
+    shape: TileShape,
+) -> list[Array]:
+    """Normalised result [S, C, K, R, D] and base-2 log-sum-exp [S, C, K, R] of every work item."""
+    arguments = (work.items, work.live, block_tables, q, layer.k, layer.v)
+    avals = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments)
+    traced = _traced_kernel(avals, spec, tuning, shape, jax.sharding.get_abstract_mesh())
+    return jaxpr_as_fun(traced)(*arguments)
+
+
+@cache
+def _traced_kernel(
+    avals: tuple[jax.ShapeDtypeStruct, ...],
+    spec: AttentionSpec,
+    tuning: DecodeTuning,
+    shape: TileShape,
+    mesh: jax.sharding.AbstractMesh,
+) -> ClosedJaxpr:
+    """The kernel's jaxpr, one object for all layers alike: XLA is then given its code once.
+
+    Tracing and lowering a kernel takes 0.8 s; 32 layers would take half a minute a program.
+    """
+    del mesh  # part of the key only: a trace belongs to the mesh it was made under
+    num_rows, num_pages = avals[2].shape
+    num_chunks = -(-num_pages * shape.page_size // tuning.chunk)
+    head_dim, dtype = shape.head_dim, avals[3].dtype
+    pairs, stages = tuning.pairs, tuning.stages
+    swizzle = 128 if head_dim % 64 == 0 else 64
+    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    ring = plgpu.SMEM((pairs, stages, BLOCK, head_dim), dtype, transforms=transforms)
+    loaded = plgpu.Barrier(num_arrivals=shape.copies, num_barriers=pairs * stages)
+    released = plgpu.Barrier(num_barriers=pairs * stages)
+    scratch = {
+        "q_tile": plgpu.SMEM((pairs, TILE_ROWS, head_dim), dtype, transforms=transforms),
+        "k_ring": ring,
+        "v_ring": ring,
+        "lse_tile": plgpu.SMEM((pairs, TILE_ROWS), jnp.float32),
+        "q_ready": plgpu.Barrier(num_barriers=pairs),
+        "q_free": plgpu.Barrier(num_barriers=pairs),
+        "k_ready": loaded,
+        "v_ready": loaded,
+        "k_free": released,
+        "v_free": released,
+    }
+    if tuning.interpreted:
+        full = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        scratch["w_tile"] = plgpu.SMEM((pairs, TILE_ROWS, BLOCK), dtype, transforms=full)
+    out_shape = (num_rows, num_chunks, shape.heads, shape.rows)
+    kernel = plgpu.kernel(
+        partial(_kernel, shape=shape, spec=spec, tuning=tuning),
+        out_type=[
+            jax.ShapeDtypeStruct((*out_shape, head_dim), dtype),
+            jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        ],
+        grid=(tuning.num_blocks,),
+        grid_names=("block",),
+        num_threads=2 * pairs,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="paged_decode",
+    )
+    return jax.make_jaxpr(kernel)(*avals)
+
+
+def _kernel(
+    items_ref: Ref,  # [I, 8]
+    count_ref: Ref,  # [1]
+    table_ref: Ref,  # [S, P]
+    q_ref: Ref,  # [S, K, R, D]
+    k_ref: Ref,  # [N, p, K, D]
+    v_ref: Ref,  # [N, p, K, D]
+    out_ref: Ref,  # [S, C, K, R, D]
+    lse_ref: Ref,  # [S, C, K, R]
+    *,
+    shape: TileShape,
+    spec: AttentionSpec,
+    tuning: DecodeTuning,
+    **scratch: Ref,
+) -> None:
+    """Deals the items: pair p of block b takes items b + p * num_blocks + i * lanes."""
+    pairs = tuning.pairs
+    wg = lax.axis_index("wg")
+    pair = lax.rem(wg, jnp.int32(pairs))
+    lane = pair * tuning.num_blocks + lax.axis_index("block")
+    lanes = tuning.num_blocks * pairs
+    count = jnp.maximum(_ceil_div(count_ref[0] * shape.heads - lane, lanes), 0)
+
+    def load_item(index: Array) -> _Item:
+        # Past the end the last item is read again: the prefetch has no branch.
+        at = lane + jnp.maximum(jnp.minimum(index, count - 1), 0) * lanes
+        entry = jnp.minimum(lax.div(at, jnp.int32(shape.heads)), items_ref.shape[0] - 1)
+        fields = [items_ref[entry, field] for field in range(7)]
+        return _Item(lax.rem(at, jnp.int32(shape.heads)), *fields)
+
+    pages = _Pages(table_ref, k_ref, v_ref, q_ref)
+    buffers = _Buffers(pair=pair, stages=tuning.stages, **scratch)
+
+    @pl.when(wg < pairs)
+    def _compute() -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS[pairs], action="increase")
+        _compute_items(load_item, count, buffers, (out_ref, lse_ref), spec, shape)
+
+    @pl.when(wg >= pairs)
+    def _memory() -> None:
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        _fetch_items(load_item, count, buffers, pages, shape)
+
+
+class _Item(NamedTuple):
+    """A work item; fields as in `Work.items`."""
+
+    head: Array
+    row: Array
+    part: Array
+    begin: Array
+    steps: Array
+    lowest: Array
+    first_query: Array
+    kv_len: Array
+
+
+class _Pages(NamedTuple):
+    """What the memory warpgroups read."""
+
+    table: Ref
+    k: Ref
+    v: Ref
+    q: Ref
+
+
+class _Buffers(NamedTuple):
+    """Shared memory and barriers; this warpgroup's share is that of its pair."""
+
+    pair: Array
+    stages: int
+    q_tile: Ref  # [pairs, 64, D]
+    k_ring: Ref  # [pairs, stages, 64, D]
+    v_ring: Ref  # [pairs, stages, 64, D]
+    lse_tile: Ref  # [pairs, 64]
+    q_ready: Ref
+    q_free: Ref
+    k_ready: Ref
+    v_ready: Ref
+    k_free: Ref
+    v_free: Ref
+    w_tile: Ref | None = None  # [pairs, 64, 64]
+
+    def slot(self, position: Array) -> Array:
+        """Place in the ring of the position-th step since the start."""
+        return lax.rem(position, jnp.int32(self.stages))
+
+    def barrier(self, position: Array) -> Array:
+        """Index of that place's barriers."""
+        return self.pair * self.stages + self.slot(position)
+
+
+def _fetch_items(
+    load_item: Callable[[Array], _Item],
+    count: Array,
+    buffers: _Buffers,
+    pages: _Pages,
+    shape: TileShape,
+) -> None:
+    """The memory warpgroup: keeps the rings full, over the borders of items."""
+    pair, stages = buffers.pair, buffers.stages
+    size = min(shape.page_size, BLOCK)
+    blocks_per_page = jnp.int32(max(1, shape.page_size // BLOCK))
+
+    def page_ids(row: Array, begin: Array) -> tuple[Array, ...]:
+        first = lax.div(begin, jnp.int32(shape.page_size))
+        last = jnp.int32(shape.num_pages - 1)
+        return tuple(pages.table[row, jnp.minimum(first + i, last)] for i in range(shape.copies))
+
+    def fetch_block(source, ring, ready, ids, offset, head, position) -> None:  # noqa: ANN001
+        for copy, page in enumerate(ids):
+            tile = ring.at[pair, buffers.slot(position), pl.ds(copy * size, size)]
+            rows = source.at[page, pl.ds(offset, size), head]
+            plgpu.copy_gmem_to_smem(rows, tile, ready.at[buffers.barrier(position)])
+
+    def fetch_item(index: Array, carry: tuple) -> tuple:
+        filled, item, ids = carry
+        following = load_item(index + 1)
+        # q comes after the ring is full: its tile is free only when the last item is stored.
+        q_step = jnp.minimum(item.steps, stages) - 1
+
+        def fetch_step(step: Array, ids: tuple[Array, ...]) -> tuple[Array, ...]:
+            position = filled + step
+            begin = item.begin + step * BLOCK
+            more = step + 1 < item.steps
+            next_row = jnp.where(more, item.row, following.row)
+            next_ids = page_ids(next_row, jnp.where(more, begin + BLOCK, following.begin))
+            # Written so that the compiler sees that it is a multiple of BLOCK.
+            offset = lax.rem(lax.div(begin, jnp.int32(BLOCK)), blocks_per_page) * BLOCK
+            for source, ring, ready, free in (
+                (pages.k, buffers.k_ring, buffers.k_ready, buffers.k_free),
+                (pages.v, buffers.v_ring, buffers.v_ready, buffers.v_free),
+            ):
+                _when(position >= stages, plgpu.barrier_wait, free.at[buffers.barrier(position)])
+                fetch_block(source, ring, ready, ids, offset, item.head, position)
+
+            @pl.when(step == q_step)
+            def _fetch_queries() -> None:
+                _when(index > 0, plgpu.barrier_wait, buffers.q_free.at[pair])
+                rows = pages.q.at[item.row, item.head]
+                tile = buffers.q_tile.at[pair, pl.ds(0, shape.rows)]
+                plgpu.copy_gmem_to_smem(rows, tile, buffers.q_ready.at[pair])
+
+            return next_ids
+
+        ids = lax.fori_loop(0, item.steps, fetch_step, ids)
+        return filled + item.steps, following, ids
+
+    first = load_item(jnp.int32(0))
+    start = (jnp.int32(0), first, page_ids(first.row, first.begin))
+    filled, _, _ = lax.fori_loop(0, count, fetch_item, start)
+    # The last release of everything is awaited, so that no barrier ends half used.
+    for slot in range(stages):
+        for free in (buffers.k_free, buffers.v_free):
+            _when(slot < filled, plgpu.barrier_wait, free.at[pair * stages + slot])
+    _when(count > 0, plgpu.barrier_wait, buffers.q_free.at[pair])
+
+
+def _compute_items(
+    load_item: Callable[[Array], _Item],
+    count: Array,
+    buffers: _Buffers,
+    results: tuple[Ref, Ref],
+    spec: AttentionSpec,
+    shape: TileShape,
+) -> None:
+    """The compute warpgroup: a running softmax over the steps of each item, then its results."""
+    pair = buffers.pair
+    q_tile, lse_tile = buffers.q_tile.at[pair], buffers.lse_tile.at[pair]
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+
+    def step(item: _Item, begin: Array, position: Array, carry: tuple, border: bool) -> tuple:
+        acc, top, total = carry
+        slot, barrier = buffers.slot(position), buffers.barrier(position)
+        plgpu.barrier_wait(buffers.k_ready.at[barrier])
+        keys = buffers.k_ring.at[pair, slot].transpose((1, 0))
+        logits = _base2(_product(q_tile, keys, BLOCK), spec)
+        plgpu.barrier_arrive(buffers.k_free.at[barrier])
+        if border:
+            logits = _masked(logits, item, begin, spec, shape)
+        new_top = jnp.maximum(top, logits.max(axis=1))
+        decay = jnp.exp2(top - new_top)
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_top, logits.shape, [0]))
+        total = total * decay + weights.sum(axis=1)
+        weights = weights.astype(q_tile.dtype)
+        acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
+        plgpu.barrier_wait(buffers.v_ready.at[barrier])
+        values = buffers.v_ring.at[pair, slot]
+        if border:
+            _zero_unseen(values, item, begin)
+        acc = _add_product(acc, weights, values, buffers)
+        plgpu.barrier_arrive(buffers.v_free.at[barrier])
+        return acc, new_top, total
+
+    def compute_item(index: Array, carry: tuple[Array, _Item]) -> tuple[Array, _Item]:
+        done, item = carry
+        following = load_item(index + 1)
+        # Blocks before the border hold only keys that every query sees.
+        inner = jnp.int32(0)
+        if spec.window is None:
+            inner = lax.div(item.first_query + 1 - item.begin, jnp.int32(BLOCK))
+            inner = jnp.minimum(jnp.maximum(inner, 0), item.steps)
+
+        def body(index: Array, carry: tuple, border: bool) -> tuple:
+            return step(item, item.begin + index * BLOCK, done + index, carry, border)
+
+        plgpu.barrier_wait(buffers.q_ready.at[pair])
+        acc = jnp.zeros((TILE_ROWS, shape.head_dim), jnp.float32)
+        state = (
+            plgpu.layout_cast(acc, plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((TILE_ROWS,), FLOOR, jnp.float32), per_row),
+            plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), per_row),
+        )
+        if spec.window is None:
+            state = lax.fori_loop(0, inner, partial(body, border=False), state)
+        acc, top, total = lax.fori_loop(inner, item.steps, partial(body, border=True), state)
+        total += 1e-30
+        acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
+        q_tile[...] = acc.astype(q_tile.dtype)
+        lse_tile[...] = top + jnp.log(total) * LOG2E
+        plgpu.commit_smem()
+        for tile, result in zip((q_tile, lse_tile), results):
+            target = result.at[item.row, item.part, item.head]
+            plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, shape.rows)], target)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(buffers.q_free.at[pair])
+        return done + item.steps, following
+
+    lax.fori_loop(0, count, compute_item, (jnp.int32(0), load_item(jnp.int32(0))))
+
+
+def _product(left: Ref | Array, right: Ref, columns: int) -> Array:
+    """Float32 [64, columns] of a wgmma into a fresh accumulator."""
+
+    def multiply(acc_ref: Ref) -> Array:
+        plgpu.wgmma(acc_ref, left, right)
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE_ROWS, columns), jnp.float32))
+
+
+def _add_product(acc: Array, weights: Array, values: Ref, buffers: _Buffers) -> Array:
+    """acc + weights @ values; under the interpreter through shared memory."""
+    if buffers.w_tile is not None:
+        tile = buffers.w_tile.at[buffers.pair]
+        tile[...] = weights
+        plgpu.commit_smem()
+        return acc + _product(tile, values, acc.shape[1])
+
+    def accumulate(acc_ref: Ref) -> None:
+        plgpu.wgmma(acc_ref, weights, values)
+
+    initial: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+    return pl.run_state(accumulate)(initial)
+
+
+def _base2(logits: Array, spec: AttentionSpec) -> Array:
+    """Logits in base 2 under scale and soft cap; tanh from exp2, as the hardware's is coarse."""
+    if spec.soft_cap is None:
+        return logits * (spec.scale * LOG2E)
+    cap = spec.soft_cap
+    grown = jnp.exp2(logits * (2 * LOG2E * spec.scale / cap))
+    return cap * LOG2E - (2 * cap * LOG2E) / (1 + grown)
+
+
+def _masked(
+    logits: Array, item: _Item, begin: Array, spec: AttentionSpec, shape: TileShape
+) -> Array:
+    """Logits of keys from `begin` on, -inf where a query doesn't see the key."""
+    layout = plgpu.Layout.WGMMA
+    key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=layout) + begin
+    if shape.queries == 1:
+        first, last = item.lowest, item.first_query
+    else:
+        row = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=layout)
+        last = item.first_query + lax.div(row, jnp.int32(shape.group))
+        first = last + 1 - (spec.window or 0)
+    seen = (key <= last) & (key < item.kv_len)
+    if spec.window is not None:
+        seen &= key >= first
+    return jnp.where(seen, logits, -jnp.inf)
+
+
+def _zero_unseen(values: Ref, item: _Item, begin: Array) -> None:
+    """Zeroes values that no query sees: a zero weight times a stale NaN would be NaN."""
+
+    @pl.when((begin < item.lowest) | (begin + BLOCK > item.kv_len))
+    def _() -> None:
+        layout = plgpu.Layout.WGMMA
+        tile = plgpu.load(values, layout=layout)
+        key = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=layout) + begin
+        seen = (key >= item.lowest) & (key < item.kv_len)
+        values[...] = jnp.where(seen, tile, jnp.zeros_like(tile))
+        plgpu.commit_smem()
+
+
+def _when(condition: Array, action: Callable[[Ref], None], operand: Ref) -> None:
+    pl.when(condition)(lambda: action(operand))
+
+
+def _ceil_div(value: Array, divisor: int) -> Array:
+    return lax.div(value + (divisor - 1), jnp.int32(divisor))

@@ -1,0 +1,151 @@
+"""Split-KV: which chunks of the context a decode step works on, and how their results combine.
+
+Chunk borders are multiples of the chunk's size and chunks are added in order, so a row's result is
+the same whatever batch and bucket it is in.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+from octavo.attention.contract import AttentionMeta
+
+LOG2E = math.log2(math.e)
+
+BLOCK = 64
+"""Keys a pipeline step: one wgmma tile of logits."""
+
+FLOOR = -1e30
+"""First running maximum: finite, so that a step whose keys are all masked (-inf) adds zero."""
+
+UNROLLED_CHUNKS = 64
+"""Chunks up to which the combine is one fusion; longer contexts loop."""
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Static sizes: queries a row, query heads a KV head, KV heads, head_dim, and of the pages."""
+
+    queries: int
+    group: int
+    heads: int
+    head_dim: int
+    page_size: int
+    num_pages: int
+
+    @property
+    def used_rows(self) -> int:
+        """Rows of a tile that hold queries."""
+        return self.queries * self.group
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that travel: whole swizzle tiles of 8."""
+        return -(-self.used_rows // 8) * 8
+
+    @property
+    def copies(self) -> int:
+        """Pages a step of BLOCK keys touches."""
+        return max(1, BLOCK // self.page_size)
+
+
+class Work(NamedTuple):
+    """The items of a step in the order they are taken, and which chunks of a row exist.
+
+    Attributes:
+        items: i32[I, 8]; row, chunk, first position (a multiple of BLOCK), steps of BLOCK keys,
+            first key any query sees, position of the first query, keys of the row, 0.
+        live: i32[1]; live items, which come first.
+        first_chunk, end_chunk: i32[S]; the chunks of each row.
+    """
+
+    items: Int32[Array, "I 8"]
+    live: Int32[Array, " 1"]
+    first_chunk: Int32[Array, " S"]
+    end_chunk: Int32[Array, " S"]
+
+
+def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: int) -> Work:
+    """The work list of a step. Equal for all layers of equal window, so XLA computes it once."""
+    num_rows, num_pages = meta.block_tables.shape
+    kv_lens = meta.kv_lens
+    lengths = meta.query_starts[1:] - meta.query_starts[:-1]
+    first_query = kv_lens - jnp.maximum(lengths, 1)
+    lowest = jnp.zeros_like(first_query)
+    if window is not None:
+        lowest = jnp.maximum(first_query - window + 1, 0)
+    first_chunk, end_chunk = lowest // chunk, -(-kv_lens // chunk)
+    whole = jnp.maximum(end_chunk - first_chunk - 1, 0)
+    ends = jnp.cumsum(whole)
+
+    item = jnp.arange(num_rows * -(-num_pages * page_size // chunk), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, num_rows - 1)
+    part = item - (ends - whole)[row] + first_chunk[row]
+    tail = _longest_tail_first(kv_lens, chunk)[jnp.clip(item - ends[-1], 0, num_rows - 1)]
+    row = jnp.where(item < ends[-1], row, tail)
+    part = jnp.where(item < ends[-1], part, end_chunk[tail] - 1)
+    begin = jnp.maximum(part * chunk, lowest[row] // BLOCK * BLOCK)
+    steps = -(-(jnp.minimum((part + 1) * chunk, kv_lens[row]) - begin) // BLOCK)
+    fields = (row, part, begin, steps, lowest[row], first_query[row], kv_lens[row])
+    count = ends[-1] + jnp.sum(kv_lens > 0, dtype=jnp.int32)
+    items = jnp.stack([*fields, jnp.zeros_like(row)], axis=1)
+    return Work(items, count[None], first_chunk, end_chunk)
+
+
+def _longest_tail_first(kv_lens: Array, chunk: int) -> Array:
+    """Rows by the size of their last chunk, descending; rows without keys come last."""
+    size = jnp.where(kv_lens > 0, (kv_lens - 1) % chunk + 1, 0)
+    index = jnp.arange(kv_lens.shape[0], dtype=jnp.int32)
+    tie = (size[None] == size[:, None]) & (index[None] < index[:, None])
+    rank = jnp.sum((size[None] > size[:, None]) | tie, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[rank].set(index)
+
+
+def combine(parts: Array, lse: Array, work: Work, sinks: Array | None, shape: TileShape) -> Array:
+    """[S, Q, K, G, D] float32 of every chunk's [S, C, K, R, D] result and base-2 log-sum-exp.
+
+    Chunks are added in order, one by one, and a chunk that a row doesn't have adds exact zeros: the
+    result doesn't depend on how many chunks the bucket has.
+    """
+    num_rows, num_chunks = parts.shape[:2]
+    parts, lse = parts[..., : shape.used_rows, :], lse[..., : shape.used_rows]
+    top = jnp.full(lse[:, 0].shape, FLOOR, jnp.float32)
+    total = jnp.zeros_like(top)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(shape.heads, 1, shape.group) * LOG2E
+        sink = jnp.broadcast_to(sink, (shape.heads, shape.queries, shape.group))
+        top = jnp.broadcast_to(sink.reshape(1, shape.heads, shape.used_rows), top.shape)
+        total = jnp.ones_like(top)
+    acc = jnp.zeros(parts[:, 0].shape, jnp.float32)
+
+    def add(index: int | Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = state
+        live = (index >= work.first_chunk) & (index < work.end_chunk)
+        # A chunk that doesn't exist was never written: it may hold anything.
+        new = jnp.where(live[:, None, None], _chunk(lse, index), FLOOR)
+        part = jnp.where(live[:, None, None, None], _chunk(parts, index), 0).astype(jnp.float32)
+        new_top = jnp.maximum(top, new)
+        decay = jnp.exp2(top - new_top)
+        weight = jnp.where(live[:, None, None], jnp.exp2(new - new_top), 0.0)
+        acc = acc * decay[..., None] + part * weight[..., None]
+        return new_top, total * decay + weight, acc
+
+    state = (top, total, acc)
+    if num_chunks <= UNROLLED_CHUNKS:
+        for index in range(num_chunks):
+            state = add(index, state)
+    else:
+        state = lax.fori_loop(0, num_chunks, add, state)
+    _, total, acc = state
+    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
+    out = out.reshape(num_rows, shape.heads, shape.queries, shape.group, -1)
+    return out.transpose(0, 2, 1, 3, 4)
+
+
+def _chunk(array: Array, index: int | Array) -> Array:
+    return lax.dynamic_index_in_dim(array, index, axis=1, keepdims=False)
