@@ -56,7 +56,7 @@ class Buckets:
             for p in self.pages
             for t in self.mixed_tokens
         ]
-        return decode + mixed
+        return list(dict.fromkeys(decode + mixed))  # one token a step is both
 
 
 def make_buckets(

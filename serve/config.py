@@ -6,8 +6,9 @@ that names it and the accepted range. No jax here.
 
 import dataclasses
 import difflib
+import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 AUTO = "auto"
 LOAD_FORMATS = ("auto", "hf", "gguf", "orbax", "dummy")
@@ -59,6 +60,7 @@ class EngineConfig:
     progress: bool = setting(False, "show progress bars while loading and compiling")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _one_of(self, "load_format", LOAD_FORMATS)
         _one_of(self, "generation_config", (AUTO, "none"))
         _one_of(self, "dtype", DTYPES)
@@ -106,6 +108,7 @@ class ServerConfig:
     log_level: str = setting("info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _in_range(self, "port", 0, 65535)
         _in_range(self, "drain_seconds", 0, 86400)
         _in_range(self, "request_timeout", 0, 86400)
@@ -114,15 +117,42 @@ class ServerConfig:
         _one_of(self, "log_level", ("debug", "info", "warning", "error"))
 
 
+def _check_types(config: Any) -> None:
+    """Refuse a value of another type than its field's: the text "false" would be true."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        if not any(_is_a(value, option) for option in options):
+            words = " or ".join(_TYPE_WORDS.get(option, "a list of texts") for option in options)
+            raise ValueError(f"{name} must be {words}, not {value!r}")
+
+
+_TYPE_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    type(None): "none",
+}
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float) if hint is float else isinstance(value, hint)
+
+
 def _one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
     value = getattr(config, name)
-    if value not in allowed or isinstance(value, bool):
+    if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
 
 
 def _in_range(config: Any, name: str, low: float, high: float) -> None:
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if not low <= value <= high:
         raise ValueError(f"{name} must be a number in [{low}, {high}], not {value!r}")
 
 
@@ -130,7 +160,7 @@ def _auto_or_int(config: Any, name: str, low: int, high: int = 1 << 40) -> None:
     value = getattr(config, name)
     if value == AUTO:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name} must be auto or an integer in [{low}, {high}], not {value!r}")
 
 

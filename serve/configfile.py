@@ -48,6 +48,11 @@ def typed(values: Mapping[str, Any]) -> LoadedConfig:
 
 def load_config_file(path: str | Path) -> LoadedConfig:
     """Run a config file's `get_config` and type the result."""
+    return typed(read_config_file(path))
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """What a config file's `get_config` returns; ValueError names the file if it can't be run."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
@@ -55,10 +60,14 @@ def load_config_file(path: str | Path) -> LoadedConfig:
     if spec is None or spec.loader is None:
         raise ValueError(f"config file {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ValueError(f"config file {path} has no get_config()")
-    return typed(dict(module.get_config()))
+    try:
+        spec.loader.exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        if get_config is None:
+            raise ValueError("it has no get_config()")
+        return dict(get_config())
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(f"config file {path}: {type(error).__name__}: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from absl import flags
-from ml_collections import config_flags
 
-from octavo.serve.configfile import LoadedConfig, typed
+from octavo.serve.configfile import LoadedConfig, read_config_file, typed
+
+OVERRIDE = "config."
+"""Prefix of the flags that stand between --field and the config file."""
 
 
 class AutoIntParser(flags.ArgumentParser):
@@ -38,14 +40,13 @@ class AutoIntParser(flags.ArgumentParser):
 
 
 def define_settings(values: flags.FlagValues, settings: Iterable[type]) -> None:
-    """A flag for every field of the dataclasses; unset flags are None."""
+    """--field and --config.field for every field of the dataclasses; unset flags are None."""
+    flags.DEFINE_string("config", None, "config file", flag_values=values)
     for cls in settings:
         hints = get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            _define(values, field.name, hints[field.name], field.metadata["help"])
-    config_flags.DEFINE_config_file(
-        "config", None, "config file; --config.field=value overrides a field", flag_values=values
-    )
+            for name in (field.name, OVERRIDE + field.name):
+                _define(values, name, hints[field.name], field.metadata["help"])
 
 
 def _define(values: flags.FlagValues, name: str, hint: Any, help_text: str) -> None:
@@ -65,16 +66,12 @@ def _define(values: flags.FlagValues, name: str, hint: Any, help_text: str) -> N
 
 def parse_settings(values: flags.FlagValues, settings: Iterable[type]) -> LoadedConfig:
     """Typed settings from parsed flags, with the config file below them."""
-    merged: dict[str, Any] = {}
-    if values["config"].value is not None:
-        merged.update(values["config"].value.items())
-    for cls in settings:
-        for field in dataclasses.fields(cls):
-            flag = values[field.name]
-            if flag.present:
-                merged[field.name] = (
-                    tuple(flag.value) if flag.value.__class__ is list else flag.value
-                )
+    path = values["config"].value
+    merged: dict[str, Any] = {} if path is None else read_config_file(path)
+    names = [field.name for cls in settings for field in dataclasses.fields(cls)]
+    for prefix in (OVERRIDE, ""):
+        given = {name: values[prefix + name] for name in names}
+        merged.update((name, flag.value) for name, flag in given.items() if flag.present)
     return typed(merged)
 
 

@@ -56,8 +56,7 @@ def resolve_limits(config: EngineConfig, model_len: int, memory: Memory, *, on_g
     `model_len` is the longest context the model was made for.
     """
     page_size = page_size_of(config, on_gpu=on_gpu)
-    rows = _resolved(config.max_num_seqs, 256 if on_gpu else 16)
-    tokens = max(_resolved(config.max_batch_tokens, 8192 if on_gpu else 512), rows)
+    rows, tokens = _rows_and_tokens(config, on_gpu=on_gpu)
     wanted_len = _resolved(config.max_model_len, model_len)
     budget = int(memory.limit * config.kv_fraction) - memory.weights - memory.temporaries
     if config.num_pages == AUTO:
@@ -67,15 +66,33 @@ def resolve_limits(config: EngineConfig, model_len: int, memory: Memory, *, on_g
         if pages * memory.page > budget:
             raise ValueError(_does_not_fit(f"num_pages={pages}", pages, config, memory))
     room = (pages - 1) * page_size
+    if room < 1:
+        raise ValueError(_does_not_fit("the smallest cache", 2, config, memory))
     if config.max_model_len == AUTO:
         wanted_len = min(wanted_len, room)
-    if wanted_len > room or room < 1:
+    if wanted_len > room:
         needed = -(-wanted_len // page_size) + 1
         raise ValueError(
-            f"max_model_len={wanted_len} needs {needed} pages of {page_size} tokens, "
-            f"but there are {pages}: " + _does_not_fit("it", needed, config, memory)
+            f"max_model_len={wanted_len} needs {needed} pages of {page_size} tokens (one is "
+            f"padding), but there are {pages}: " + _does_not_fit("it", needed, config, memory)
         )
     return Limits(page_size, pages, wanted_len, rows, tokens)
+
+
+def _rows_and_tokens(config: EngineConfig, *, on_gpu: bool) -> tuple[int, int]:
+    """Rows and tokens of a step. An `auto` one gives way, since each row decodes one token."""
+    rows = _resolved(config.max_num_seqs, 256 if on_gpu else 16)
+    tokens = _resolved(config.max_batch_tokens, 8192 if on_gpu else 512)
+    if config.max_batch_tokens == AUTO:
+        return rows, max(rows, tokens)
+    if config.max_num_seqs == AUTO:
+        return min(rows, tokens), tokens
+    if tokens < rows:
+        raise ValueError(
+            f"max_batch_tokens={tokens} must be at least max_num_seqs={rows}: every row decodes "
+            "one token a step"
+        )
+    return rows, tokens
 
 
 def _auto_pages(
