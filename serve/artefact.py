@@ -38,7 +38,10 @@ def source_digest(paths: Iterable[Path]) -> str:
 
 
 class ArtefactStore:
-    """Executables of one manifest. `load` returns None for what is absent or refused."""
+    """Executables of one manifest. `load` returns None for what is absent or refused.
+
+    Raises OSError where the folder can't be made, ValueError where others could write to it.
+    """
 
     def __init__(self, root: Path, manifest: dict[str, Any]) -> None:
         text = json.dumps(manifest, sort_keys=True, indent=1)
@@ -53,7 +56,7 @@ class ArtefactStore:
     def _check_owner(self) -> None:
         info = self.folder.stat()
         if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(
+            raise ValueError(
                 f"artefact folder {self.folder} must belong to this user and be writable by no "
                 "other: its files are executed"
             )
@@ -63,6 +66,9 @@ class ArtefactStore:
         try:
             data = self._path(name).read_bytes()
         except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.refuse(name, str(error))
             return None
         digest, payload = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != digest:

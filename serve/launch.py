@@ -149,7 +149,7 @@ def _source() -> str:
 
 
 def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> ArtefactStore | None:
-    """Where this engine's executables live; None when artefact_dir is empty."""
+    """Where this engine's executables live; None when artefact_dir is empty or can't be made."""
     if not config.artefact_dir:
         return None
     root = default_root() if config.artefact_dir == AUTO else Path(config.artefact_dir)
@@ -162,4 +162,8 @@ def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> Artefac
         "page_size": graph.page_size,
         **sizes,
     }
-    return ArtefactStore(root, manifest)
+    try:
+        return ArtefactStore(root, manifest)
+    except OSError as error:
+        log.warning("compiled programs are not kept, each start compiles anew: %s", error)
+        return None
