@@ -9,7 +9,9 @@ import pytest
 
 from octavo.llm import LLM
 from octavo.model.checkpoint.resolve import resolve_model
+from octavo.sampling.flags import SamplingFlags
 from octavo.sampling.params import SamplingParams
+from octavo.serve.compile import ProgramKey
 
 pytestmark = pytest.mark.gpu
 
@@ -106,6 +108,13 @@ def test_8b_shape_with_64_concurrent_requests():
         max_batch_tokens=2048,
         artefact_dir="",
     )
+    builder, programs = llm.engine.runner.builder, llm.engine.runner.programs
+    drawing = SamplingFlags(filters=True)
+    keys = [ProgramKey("forward", bucket) for bucket in builder.settings.buckets.all()]
+    decode = [key.bucket for key in keys if key.bucket.is_decode]
+    keys += [builder.decode_key(bucket, drawing) for bucket in decode]
+    keys += [builder.sample_key(bucket.rows, drawing) for bucket in decode]
+    programs.warm(keys, workers=16)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1000, 100000, rng.integers(5, 600)).tolist() for _ in range(64)]
     params = [
@@ -118,3 +127,4 @@ def test_8b_shape_with_64_concurrent_requests():
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in again]
     llm.engine.check()
     assert llm.engine.stats().pages_used == 0
+    assert programs.stats.after_seal == 0
