@@ -2,20 +2,23 @@
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
 
+from octavo.interrupts import interrupts_deferred
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling.params import SamplingParams
 from octavo.serve.config import EngineConfig, override
 from octavo.serve.configfile import load_config_file
 from octavo.serve.launch import build_engine
 from octavo.serve.output import Delta, OutputProcessor, SampleOutput
+from octavo.serve.queue import QueueFull
 from octavo.serve.tokenizer import Tokenizer, load_tokenizer
-from octavo.serve.types import Request, TokenLogprob
+from octavo.serve.types import Request, TokenEvent, TokenLogprob
 
 Prompt = str | Sequence[int]
 
@@ -50,6 +53,7 @@ class LLM:
             self.config.tokenizer or self.engine.source
         )
         self._outputs = OutputProcessor(self.tokenizer)
+        self._inbox: dict[str, list[Delta]] = {}
         self._serial = 0
 
     def default_params(self, **fields: Any) -> SamplingParams:
@@ -70,28 +74,22 @@ class LLM:
             params: one for all or one a prompt; the model's defaults otherwise.
             progress: show a progress bar with tokens per second.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
-        jobs = [self._start(prompt, one) for prompt, one in self._paired(prompts, params)]
-        samples = {id_: sample for job in jobs for id_, sample in job.samples.items()}
-        collected: dict[str, _Collected] = {id_: _Collected() for id_ in samples}
-        with tqdm(total=len(samples), disable=not progress, unit="sample") as bar:
-            tokens = 0
-            for request_id, delta in self._run(samples):
-                collected[request_id].add(delta)
-                tokens += len(delta.tokens)
-                if delta.finish_reason is not None:
-                    bar.set_postfix_str(
-                        f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s"
-                    )
-                    bar.update()
-        return [job.result(collected) for job in jobs]
+        jobs: list[_Job] = []
+        try:
+            for prompt, one in self._paired(_as_list(prompts), params):
+                jobs.append(self._start(prompt, one))
+            return self._finish(jobs, progress=progress)
+        finally:
+            for job in jobs:
+                self._drop(job.samples)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[CompletionOutput]:
         """Complete one prompt, yielding what each sample gains as it comes.
 
-        Each item's text and token_ids are new ones only. Closing the iterator aborts the request.
+        Each item's text and token_ids are new ones only. The request starts with the first item;
+        closing the iterator aborts it. Several streams may be read in turns.
         """
         job = self._start(prompt, params or self.default_params())
         indices = {id_: index for index, id_ in enumerate(job.samples)}
@@ -144,39 +142,94 @@ class LLM:
         return zip(prompts, params, strict=True)
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> "_Job":
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._require_tokenizer().encode(text) if text is not None else prompt
-        job = _Job(text, tuple(int(i) for i in ids), params)
+        if isinstance(prompt, str):
+            job = _Job(prompt, tuple(self._require_tokenizer().encode(prompt)), params)
+        else:
+            job = _Job(None, _token_ids(prompt), params)
+        self._serial += 1
+        serial = self._serial
         try:
-            for index in range(params.n):
+            for number in range(params.n):
                 request = Request(
-                    request_id=f"{self._serial}-{index}",
+                    request_id=f"{serial}-{number}",
                     prompt=job.prompt_ids,
                     params=replace(params, n=1),
                     eos_ids=self.engine.eos_ids,
-                    sample_index=index,
+                    sample_index=number,
                 )
-                self.engine.add(request)
                 job.samples[request.request_id] = self._outputs.add(request, track=True)
+                self._inbox[request.request_id] = []
+                self._add(request)
         except BaseException:
             self._drop(job.samples)
             raise
-        self._serial += 1
         return job
 
-    def _run(self, samples: Mapping[str, SampleOutput]) -> Iterator[tuple[str, Delta]]:
-        """Step the engine until every sample of `samples` has ended."""
-        while any(sample.finish_reason is None for sample in samples.values()):
-            deltas, aborts = self._outputs.process(self.engine.step())
-            for request_id in aborts:
-                self.engine.abort(request_id)
-            yield from ((id_, delta) for id_, delta in deltas if id_ in samples)
+    def _add(self, request: Request) -> None:
+        """Queue a request, stepping the engine while the queue is full."""
+        while True:
+            try:
+                return self.engine.add(request)
+            except QueueFull:
+                self._step()
 
-    def _drop(self, samples: Mapping[str, SampleOutput]) -> None:
-        for request_id, sample in samples.items():
-            if sample.finish_reason is None:
-                self.engine.abort(request_id)
-                self._outputs.discard(request_id)
+    def _finish(self, jobs: Sequence["_Job"], *, progress: bool) -> list[RequestOutput]:
+        """Run started jobs to their end."""
+        samples = {id_: sample for job in jobs for id_, sample in job.samples.items()}
+        collected: dict[str, _Collected] = {id_: _Collected() for id_ in samples}
+        with tqdm(total=len(samples), disable=not progress, unit="sample") as bar:
+            tokens = 0
+            for request_id, delta in self._run(samples):
+                collected[request_id].add(delta)
+                tokens += len(delta.tokens)
+                if delta.finish_reason is not None:
+                    bar.set_postfix_str(
+                        f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s"
+                    )
+                    bar.update()
+        return [job.result(collected) for job in jobs]
+
+    def _run(self, samples: Iterable[str]) -> Iterator[tuple[str, Delta]]:
+        """What the samples gain, stepping the engine until every one of them has ended."""
+        open_ = list(samples)
+        while open_:
+            for request_id in open_:
+                news = self._inbox[request_id]
+                while news:
+                    yield request_id, news.pop(0)
+            open_ = [id_ for id_ in open_ if self._outputs.follows(id_) or self._inbox[id_]]
+            if open_ and not any(self._inbox[id_] for id_ in open_):
+                self._step()
+
+    def _step(self) -> None:
+        """One engine step; the news of every request goes to its inbox."""
+        with interrupts_deferred():
+            try:
+                self._deliver(self.engine.step())
+            except BaseException as error:
+                self._deliver(self.engine.recover(f"{type(error).__name__}: {error}"))
+                raise
+
+    def _deliver(self, events: Iterable[TokenEvent]) -> None:
+        deltas, aborts = self._outputs.process(events)
+        for request_id in aborts:
+            self.engine.abort(request_id)
+        for request_id, delta in deltas:
+            self._inbox[request_id].append(delta)
+
+    def _drop(self, samples: Iterable[str]) -> None:
+        """Forget requests, running or ended."""
+        for request_id in samples:
+            self.engine.abort(request_id)
+            self._outputs.discard(request_id)
+            self._inbox.pop(request_id, None)
+
+
+def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(i) for i in ids)
+    except TypeError as error:
+        raise ValueError(f"a prompt is a text or a list of token ids: {error}") from None
 
 
 class _Collected:
@@ -232,7 +285,8 @@ class _Job:
         )
 
 
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, str):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    one = isinstance(prompts, str) or (
+        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    )
+    return cast(list[Prompt], [prompts] if one else list(prompts))

@@ -208,6 +208,10 @@ class OutputProcessor:
         self._samples[request.request_id] = sample
         return sample
 
+    def follows(self, request_id: str) -> bool:
+        """Whether the request has neither ended nor been discarded."""
+        return request_id in self._samples
+
     def discard(self, request_id: str) -> None:
         """Forget a request; its later events are ignored."""
         self._samples.pop(request_id, None)
