@@ -107,7 +107,8 @@ class Bench:
         )
 
     def decode_once(self, rows: int) -> list[float]:
-        """Seconds of each decode step while all rows decode; runs the second time, with all compiled."""
+        """Seconds of each decode step while all rows decode, once everything is compiled."""
+        times: list[tuple[float, int]] = []
         for _ in range(2):
             for _ in range(rows):
                 self.add(self.args.prompt, self.args.generated)
@@ -153,7 +154,7 @@ def token(i: int, j: int, vocab: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Engine benchmarks on random weights.")
     parser.add_argument("--shape", default="configs/shapes/llama3_8b")
     parser.add_argument("--only", default="decode,ttft")
     parser.add_argument("--rows", default="1,8,32,64,128,256")

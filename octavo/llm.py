@@ -48,7 +48,7 @@ class LLM:
         if model is not None:
             overrides["model"] = str(model)
         self.config: EngineConfig = override(config, **overrides)
-        self.engine = build_engine(self.config)
+        self.engine = build_engine(self.config, serving=False)
         self.tokenizer: Tokenizer | None = load_tokenizer(
             self.config.tokenizer or self.engine.source
         )

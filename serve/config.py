@@ -46,6 +46,9 @@ class EngineConfig:
         AUTO, "tokens a step computes at most; auto: 8192 on GPU, 512 on CPU"
     )
     max_decode_steps: int = setting(8, "decode steps in one dispatch at most, 1 .. 64")
+    decode_wait_ms: int | str = setting(
+        AUTO, "what multi-step decode may add to a newcomer's wait; auto: 4 in a server, no limit"
+    )
     overlap: bool = setting(True, "dispatch step n+1 before step n's tokens are read")
     prefix_caching: bool = setting(True, "share KV pages between equal prompt prefixes")
     ageing_seconds: float = setting(
@@ -76,6 +79,7 @@ class EngineConfig:
         _auto_or_int(self, "max_num_seqs", 1, 4096)
         _auto_or_int(self, "max_batch_tokens", 1, 1 << 20)
         _in_range(self, "max_decode_steps", 1, 64)
+        _auto_or_int(self, "decode_wait_ms", 0, 60_000)
         _in_range(self, "max_waiting", 1, 1 << 20)
         _in_range(self, "kv_fraction", 0.01, 1.0)
         _in_range(self, "ageing_seconds", 0.001, 1e6)

@@ -16,9 +16,10 @@ import numpy as np
 from octavo.model.config import ModelConfig
 from octavo.sampling.params import MAX_SEED, SamplingParams
 from octavo.serve.inflight import InFlight
+from octavo.serve.pace import DecodePace
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler
-from octavo.serve.types import FINISH_ERROR, EngineStats, Request, TokenEvent
+from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatch, TokenEvent
 
 log = logging.getLogger("octavo.engine")
 
@@ -32,6 +33,8 @@ class Engine:
         generation: the model's default sampling fields.
         source: file or folder of the model.
         max_model_len: longest prompt + output in tokens.
+
+    `decode_wait` bounds, in seconds, what multi-step decode adds to a newcomer's wait (DecodePace).
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Engine:
         generation: dict | None = None,
         source: Path = Path(),
         overlap: bool = True,
+        decode_wait: float | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +61,8 @@ class Engine:
         self._clock = clock
         self._seeds = np.random.default_rng(seed)
         self._in_flight: InFlight | None = None
+        self._last_read: float | None = None
+        self._pace = DecodePace(decode_wait, scheduler.config.max_decode_steps)
 
     def add(self, request: Request) -> None:
         """Queue a request. Resolves max_tokens, draws the seed, fills in end-of-sequence ids.
@@ -84,14 +90,23 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Advance by one dispatch and return what is new."""
-        batch = self.scheduler.schedule(self._clock())
+        batch = self.scheduler.schedule(self._clock(), self._pace.steps())
         dispatched = self.runner.dispatch(batch) if batch else None
         ready = dispatched
         if self._overlap:
             ready, self._in_flight = self._in_flight, dispatched
         if ready is None:
             return []
-        return self.scheduler.commit(ready.batch, ready.read(), self._clock())
+        results = ready.read()
+        now = self._clock()
+        self._note_time(ready.batch, now, more=dispatched is not None)
+        return self.scheduler.commit(ready.batch, results, now)
+
+    def _note_time(self, batch: ScheduledBatch, now: float, *, more: bool) -> None:
+        """Between two answers of a busy device lies the time of the later one's dispatch."""
+        if self._last_read is not None and batch.is_decode:
+            self._pace.note(now - self._last_read, batch.num_steps)
+        self._last_read = now if more else None
 
     def recover(self, reason: str) -> list[TokenEvent]:
         """After an exception in `step`: fail every request, start from an empty cache."""

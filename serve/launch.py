@@ -30,20 +30,23 @@ from octavo.serve.step import Graph
 
 log = logging.getLogger("octavo.launch")
 
+SERVING_DECODE_WAIT = 0.004
+
 DEVICE_CODE = (octavo.attention, octavo.cache, octavo.model, octavo.sampling)
 HOST_CODE = ("batch", "buckets", "packing", "programs", "step")
 """Modules of serve/ that decide what a program is."""
 
 
-def build_engine(config: EngineConfig, *, strict: bool = False) -> Engine:
+def build_engine(config: EngineConfig, *, serving: bool = True, strict: bool = False) -> Engine:
     """An engine that is ready for requests.
 
-    `strict` makes a compile after warm-up an error. Raises ValueError where settings and model or
-    device don't fit, CheckpointError for a model that can't be loaded.
+    `serving` bounds the wait of newcomers (decode_wait_ms); `strict` makes a compile after warm-up
+    an error. Raises ValueError where settings and model or device don't fit, CheckpointError for a
+    model that can't be loaded.
     """
     devices.configure_xla()
     checkpoint = load(config)
-    engine = assemble(config, checkpoint, strict=strict)
+    engine = assemble(config, checkpoint, serving=serving, strict=strict)
     if config.warmup == "all":
         keys = engine.runner.builder.warmup_keys()
         engine.runner.programs.warm(keys, workers=os.cpu_count() or 1, progress=config.progress)
@@ -66,7 +69,9 @@ def load(config: EngineConfig) -> Checkpoint:
     )
 
 
-def assemble(config: EngineConfig, checkpoint: Checkpoint, *, strict: bool = False) -> Engine:
+def assemble(
+    config: EngineConfig, checkpoint: Checkpoint, *, serving: bool = False, strict: bool = False
+) -> Engine:
     """Engine around loaded parameters."""
     gpu = devices.on_gpu()
     mesh = make_mesh(config.tensor_parallel) if config.mesh else None
@@ -104,8 +109,16 @@ def assemble(config: EngineConfig, checkpoint: Checkpoint, *, strict: bool = Fal
         generation=checkpoint.generation if config.generation_config == AUTO else {},
         source=checkpoint.path,
         overlap=config.overlap,
+        decode_wait=_decode_wait(config, serving=serving),
         seed=config.seed,
     )
+
+
+def _decode_wait(config: EngineConfig, *, serving: bool) -> float | None:
+    """Seconds that multi-step decode may add to a newcomer's wait; None is no limit."""
+    if config.decode_wait_ms == AUTO:
+        return SERVING_DECODE_WAIT if serving else None
+    return int(config.decode_wait_ms) / 1e3
 
 
 def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:

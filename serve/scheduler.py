@@ -138,8 +138,10 @@ class Scheduler:
         """Pages for `tokens` tokens outside any request, i32; ValueError if too few are left."""
         return self._rows.borrow_pages(tokens)
 
-    def schedule(self, now: float) -> ScheduledBatch | None:
+    def schedule(self, now: float, most_steps: int | None = None) -> ScheduledBatch | None:
         """The next batch to dispatch, decode rows first; None if nothing can run before a commit.
+
+        `most_steps` lowers the config's max_decode_steps for this batch.
 
         Raises:
             RuntimeError: as many batches are in flight as may be (1, or 2 under overlap).
@@ -148,7 +150,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._flights)} batches are in flight; commit one first")
         rows: list[ScheduledRow] = []
         states: list[RequestState] = []
-        steps = self._choose_steps()
+        steps = self._choose_steps(most_steps)
         self._schedule_decodes(steps, rows, states)
         self._schedule_prefills(rows, states, now)
         if not rows:
@@ -225,9 +227,9 @@ class Scheduler:
                 f"the cache has {self._rows.pool.total}"
             )
 
-    def _choose_steps(self) -> int:
+    def _choose_steps(self, most: int | None) -> int:
         """Decode steps: 1 if it prefills, admits, lacks pages, or a row samples not plainly."""
-        steps = self.config.max_decode_steps
+        steps = min(most or self.config.max_decode_steps, self.config.max_decode_steps)
         running = self._rows.running
         if steps == 1 or not all(state.decoding and state.plain for state in running):
             return 1
