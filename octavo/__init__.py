@@ -31,7 +31,18 @@ _HOMES = {
     "make_generate": "octavo.generate",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "forward",
+    "load_model",
+    "make_generate",
+]
 
 
 def __getattr__(name: str) -> Any:

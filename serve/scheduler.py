@@ -222,10 +222,8 @@ class Scheduler:
             )
         pages = pages_for(longest_sequence(request), config.page_size)
         if pages > self._rows.pool.total:
-            raise ValueError(
-                f"{asked} need {pages} pages of {config.page_size} tokens; "
-                f"the cache has {self._rows.pool.total}"
-            )
+            room = f"{self._rows.pool.total} of {config.page_size} tokens"
+            raise ValueError(f"{asked} need {pages} pages; the cache has {room}")
 
     def _choose_steps(self, most: int | None) -> int:
         """Decode steps: 1 if it prefills, admits, lacks pages, or a row samples not plainly."""

@@ -16,7 +16,7 @@ from octavo.serve.scheduler import Scheduler
         (request("a", (), 1), "the prompt is empty"),
         (request("a", PROMPT, None), "max_tokens is None"),
         (request("a", PROMPT, 120), "9 tokens .* 120 = 129 exceed the context of 128"),
-        (request("a", PROMPT, 25), "25 need 9 pages of 4 tokens; the cache has 8"),
+        (request("a", PROMPT, 25), "25 need 9 pages; the cache has 8 of 4 tokens"),
         (request("live"), "'live' is live"),
     ],
 )
