@@ -17,8 +17,9 @@ from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.numerics import MASKED, product, product_dtype, scaled
 from octavo.cache.layout import LayerCache
 
-DECODE_BLOCK = 512
-"""Keys a block of a decode pass: on two CPU cores 256 to 512 was best at batch 1 and 8."""
+DECODE_BLOCK = 256
+"""Keys a block of a decode pass: on two CPU cores 256 was best at batch 8, and no worse than 128 or
+512 at batch 1."""
 
 BATCH_TOKENS = 32768
 """Keys of all rows a decode block may gather; bounds temporaries at large batch."""
@@ -30,8 +31,8 @@ L2 (512 tokens: 10.5 ms against 14.2 with blocks of 512)."""
 
 DIAGONAL_KV_HEADS = 4
 """Up to so many KV heads decode multiplies pages as [keys, K * D] matrices with block-diagonal
-queries: K times the arithmetic, but no transposed copy of the pages (CPU, 3 heads, context 512:
-140 µs against 240)."""
+queries: K times the arithmetic, but no transposed copy of the pages. Logits stay [keys, heads], as
+the product makes them: asked for transposed, it takes twice as long (CPU, 3 heads, 8 rows)."""
 
 
 class _Softmax(NamedTuple):
@@ -82,32 +83,66 @@ def _decode(
     sinks: Array | None,
 ) -> Array:
     """One query a row [S, H, D], at position kv_lens - 1; rows with kv_lens 0 give zeros."""
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, _, head_dim = q.shape
     num_kv_heads = layer.k.shape[2]
-    group = num_heads // num_kv_heads
     dtype = product_dtype(q.dtype, layer.k.dtype)
-    queries = q.astype(dtype).reshape(num_rows, num_kv_heads, group, head_dim)
-    diagonal = num_kv_heads <= DIAGONAL_KV_HEADS
-    spread = _spread(queries) if diagonal else queries
+    queries = q.astype(dtype).reshape(num_rows, num_kv_heads, -1, head_dim)
     rows = _Row(block_tables, _lowest(kv_lens - 1, spec), kv_lens)
-    limit = min(DECODE_BLOCK, BATCH_TOKENS // num_rows)
+    decode = _rows_diagonal if num_kv_heads <= DIAGONAL_KV_HEADS else _rows
+    values = decode(queries, layer, rows, min(DECODE_BLOCK, BATCH_TOKENS // num_rows), spec, sinks)
+    return values.astype(q.dtype).reshape(q.shape)
+
+
+def _rows(
+    queries: Array,
+    layer: LayerCache,
+    rows: _Row,
+    limit: int,
+    spec: AttentionSpec,
+    sinks: Array | None,
+) -> Array:
+    """float32 attention of one query a row [S, K, G, D], a product for each KV head."""
 
     def step(state: _Softmax, keys: Array, values: Array, seen: Array, _: Array) -> _Softmax:
         # keys, values [S, C, K, D], seen [S, C]
-        if diagonal:
-            logits = _diagonal_logits(spread, keys)
-        else:
-            logits = product("skgd,sckd->skgc", spread, keys)
-        logits = jnp.where(seen[:, None, None], scaled(logits, spec), MASKED)
-        state, weights = _fold(state, logits, seen[:, None, None])
+        seen = seen[:, None, None]
+        logits = scaled(product("skgd,sckd->skgc", queries, keys), spec)
+        state, weights = _fold(state, jnp.where(seen, logits, MASKED), seen)
         weights = weights.astype(values.dtype)
-        if diagonal:
-            return state._replace(acc=state.acc + _diagonal_values(weights, values))
         return state._replace(acc=state.acc + product("skgc,sckd->skgd", weights, values))
 
-    state = _start((num_rows, num_kv_heads, group), head_dim, _sinks(sinks, (num_kv_heads, group)))
-    state = _walk(layer, dtype, rows, limit, state, step)
-    return state.values().astype(q.dtype).reshape(q.shape)
+    state = _start(queries.shape[:3], queries.shape[3], _sinks(sinks, queries.shape[1:3]))
+    return _walk(layer, queries.dtype, rows, limit, state, step).values()
+
+
+def _rows_diagonal(
+    queries: Array,
+    layer: LayerCache,
+    rows: _Row,
+    limit: int,
+    spec: AttentionSpec,
+    sinks: Array | None,
+) -> Array:
+    """`_rows` as products of [C, K * D] pages with block-diagonal queries [K * G, K * D]."""
+    num_rows, num_kv_heads, group, head_dim = queries.shape
+    heads, width = num_kv_heads * group, num_kv_heads * head_dim
+    eye = jnp.eye(num_kv_heads, dtype=queries.dtype)
+    spread = queries[:, :, :, None] * eye[None, :, None, :, None]
+    spread = spread.reshape(num_rows, heads, width)
+
+    def step(state: _Softmax, keys: Array, values: Array, seen: Array, _: Array) -> _Softmax:
+        # keys, values [S, C, K, D], seen [S, C]
+        keys, values = (pages.reshape(*seen.shape, width) for pages in (keys, values))
+        seen = seen[:, :, None]
+        logits = scaled(product("sce,sme->scm", keys, spread), spec)
+        state, weights = _fold(state, jnp.where(seen, logits, MASKED), seen, axis=1)
+        weights = weights.astype(values.dtype)
+        return state._replace(acc=state.acc + product("scm,sce->sme", weights, values))
+
+    state = _start((num_rows, heads), width, _sinks(sinks, (heads,)))
+    pairs = _walk(layer, queries.dtype, rows, limit, state, step).values()
+    pairs = pairs.reshape(num_rows, num_kv_heads, group, num_kv_heads, head_dim)
+    return jnp.stack([pairs[:, head, :, head] for head in range(num_kv_heads)], axis=1)
 
 
 def _extend(
@@ -194,8 +229,9 @@ def _walk(
 ) -> _Softmax:
     """Folds `step` over blocks of at most `limit` keys of every row, as far as the longest needs.
 
-    Each row starts at the block of its own lowest key. Slots a row doesn't see hold zeros: a zero
-    weight times a NaN left in a stale page would be NaN.
+    Each row starts at the block of its own lowest key. Values a row doesn't see are zeros: a zero
+    weight times a NaN left in a stale page would be NaN. Keys come as they are, since `step` masks
+    their logits.
     """
     page_size = layer.k.shape[1]
     num_pages = rows.pages.shape[1]
@@ -209,18 +245,17 @@ def _walk(
         ids = jnp.take_along_axis(rows.pages, slots, axis=1)
         position = at * block + jnp.arange(block, dtype=jnp.int32)[None]
         seen = (position >= rows.lowest[:, None]) & (position < rows.end[:, None])
-        keys = _gather(layer.k, ids, seen).astype(dtype)
-        values = _gather(layer.v, ids, seen).astype(dtype)
+        keys, values = (_gather(pages, ids).astype(dtype) for pages in (layer.k, layer.v))
+        values = jnp.where(seen[:, :, None, None], values, 0)
         return step(state, keys, values, seen, position)
 
     count = jnp.max(jnp.where(rows.end > 0, -(-rows.end // block) - first, 0))
     return lax.fori_loop(jnp.int32(0), count, body, state)
 
 
-def _gather(pages: Array, ids: Array, seen: Array) -> Array:
-    """[S, C, K, D] of pages ids [S, C / p], zeros where not seen."""
-    tokens = pages[ids].reshape(*seen.shape, *pages.shape[2:])
-    return jnp.where(seen[..., None, None], tokens, 0)
+def _gather(pages: Array, ids: Array) -> Array:
+    """[S, C, K, D] of pages ids [S, C / p]."""
+    return pages[ids].reshape(ids.shape[0], -1, *pages.shape[2:])
 
 
 def _start(shape: tuple[int, ...], head_dim: int, sinks: Array | None) -> _Softmax:
@@ -231,37 +266,16 @@ def _start(shape: tuple[int, ...], head_dim: int, sinks: Array | None) -> _Softm
     return _Softmax(jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), acc)
 
 
-def _fold(state: _Softmax, logits: Array, seen: Array) -> tuple[_Softmax, Array]:
-    """The state rescaled to a new maximum with its sum updated, and this block's weights."""
-    top = jnp.maximum(state.top, logits.max(axis=-1))
-    weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
+def _fold(state: _Softmax, logits: Array, seen: Array, axis: int = -1) -> tuple[_Softmax, Array]:
+    """The state rescaled to a new maximum with its sum updated, and this block's weights.
+
+    Keys run along `axis` of the logits.
+    """
+    top = jnp.maximum(state.top, logits.max(axis=axis))
+    weights = jnp.where(seen, jnp.exp(logits - jnp.expand_dims(top, axis)), 0.0)
     decay = jnp.exp(state.top - top)
-    total = state.total * decay + weights.sum(axis=-1)
+    total = state.total * decay + weights.sum(axis=axis)
     return _Softmax(top, total, state.acc * decay[..., None]), weights
-
-
-def _spread(queries: Array) -> Array:
-    """[S, K, G, D] queries as block-diagonal matrices [S, K * D, K * G]."""
-    num_rows, num_kv_heads, group, head_dim = queries.shape
-    eye = jnp.eye(num_kv_heads, dtype=queries.dtype)
-    spread = queries.transpose(0, 1, 3, 2)[:, :, :, None, :] * eye[None, :, None, :, None]
-    return spread.reshape(num_rows, num_kv_heads * head_dim, num_kv_heads * group)
-
-
-def _diagonal_logits(spread: Array, keys: Array) -> Array:
-    """[S, K, G, C] logits of block-diagonal queries and keys [S, C, K, D]."""
-    num_rows, block, num_kv_heads, _ = keys.shape
-    logits = product("sce,seh->sch", keys.reshape(num_rows, block, -1), spread)
-    return logits.transpose(0, 2, 1).reshape(num_rows, num_kv_heads, -1, block)
-
-
-def _diagonal_values(weights: Array, values: Array) -> Array:
-    """[S, K, G, D]: weights [S, K, G, C] on values [S, C, K, D], the diagonal of all head pairs."""
-    num_rows, num_kv_heads, group, block = weights.shape
-    heads = weights.reshape(num_rows, num_kv_heads * group, block)
-    pairs = product("shc,sce->she", heads, values.reshape(num_rows, block, -1))
-    pairs = pairs.reshape(num_rows, num_kv_heads, group, num_kv_heads, -1)
-    return jnp.stack([pairs[:, head, :, head] for head in range(num_kv_heads)], axis=1)
 
 
 def _lowest(position: Array, spec: AttentionSpec) -> Array:
@@ -271,5 +285,5 @@ def _lowest(position: Array, spec: AttentionSpec) -> Array:
     return jnp.maximum(position - spec.window + 1, 0)
 
 
-def _sinks(sinks: Array | None, shape: tuple[int, int]) -> Array | None:
+def _sinks(sinks: Array | None, shape: tuple[int, ...]) -> Array | None:
     return None if sinks is None else sinks.astype(jnp.float32).reshape(shape)
