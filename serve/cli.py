@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from absl import flags
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.configfile import LoadedConfig
 from octavo.serve.flags import define_settings, parse_settings, settings_help
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
 
 USAGE = """usage: octavo COMMAND [--flags]
 
@@ -30,12 +34,16 @@ octavo COMMAND --help lists a command's flags. Every one may also stand in a Pyt
 
 @dataclass(frozen=True)
 class Command:
-    """One command: what it runs, the settings it takes, its own flags and help."""
+    """One command: what it runs, the settings it takes, its own flags and help.
+
+    `extra` names the optional dependencies (octavo[extra]) that it needs.
+    """
 
     run: Callable[[LoadedConfig, flags.FlagValues, list[str]], int]
     settings: tuple[type, ...]
     define: Callable[[flags.FlagValues], None]
     help: str
+    extra: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,9 +75,17 @@ def _run(command: Command, args: list[str]) -> int:
         return 2
     try:
         return command.run(config, values, rest)
-    except ValueError as error:
-        print(f"octavo {args[0]}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader had enough; what is still buffered must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"octavo {args[0]}: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        extra = f"; pip install 'octavo[{command.extra}]'" if command.extra else ""
+        print(f"octavo {args[0]}: {error}{extra}", file=sys.stderr)
+    return 1
 
 
 def define_sampling(values: flags.FlagValues) -> None:
@@ -191,11 +207,11 @@ def _define_convert(values: flags.FlagValues) -> None:
 
 ENGINE = (EngineConfig,)
 COMMANDS = {
-    "serve": Command(serve, (EngineConfig, ServerConfig), _define_nothing, "[--flags]"),
+    "serve": Command(serve, (EngineConfig, ServerConfig), _define_nothing, "[--flags]", "serve"),
     "generate": Command(generate, ENGINE, define_sampling, SAMPLING_HELP),
     "chat": Command(chat, ENGINE, define_sampling, SAMPLING_HELP),
     "score": Command(score, ENGINE, _define_nothing, "FILE ... [--flags]"),
-    "convert": Command(convert, ENGINE, _define_convert, "TARGET --to=orbax|hf [--flags]"),
+    "convert": Command(convert, ENGINE, _define_convert, "TARGET --to=orbax|hf [--flags]", "orbax"),
     "env": Command(env, (), _define_nothing, ""),
 }
 

@@ -38,8 +38,10 @@ def report() -> tuple[list[str], list[str]]:
 
 def check(versions: dict[str, str], driver: str) -> list[str]:
     """What is wrong with these versions under this driver ("" for none)."""
+    if "jax" not in versions:
+        return ["jax is not installed: pip install octavo"]
     problems = []
-    if versions.get("jax") and not (0, 11) <= _pair(versions["jax"]) < (0, 13):
+    if not (0, 11) <= _pair(versions["jax"]) < (0, 13):
         problems.append(f"jax {versions['jax']} is installed; octavo needs >= 0.11, < 0.13")
     plugins = [name for name in CUDA_DRIVERS if name in versions]
     if driver and not plugins:
@@ -52,7 +54,8 @@ def check(versions: dict[str, str], driver: str) -> list[str]:
         needed, cuda = CUDA_DRIVERS[name]
         if driver and int(driver.split(".")[0]) < needed:
             problems.append(f"driver {driver} is older than CUDA {cuda} needs: {needed} or newer")
-        if versions.get("jax") and _pair(versions[name]) != _pair(versions["jax"]):
+    for name in ("jaxlib", *plugins):
+        if name in versions and _pair(versions[name]) != _pair(versions["jax"]):
             problems.append(f"{name} {versions[name]} does not match jax {versions['jax']}")
     return problems
 

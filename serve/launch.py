@@ -20,6 +20,7 @@ from octavo.model.sharding import make_mesh
 from octavo.serve import devices
 from octavo.serve.artefact import ArtefactStore, default_root, source_digest
 from octavo.serve.buckets import make_buckets
+from octavo.serve.compile import ProgramKey
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.engine import Engine
 from octavo.serve.limits import Limits, Memory, page_size_of, resolve_limits
@@ -84,6 +85,7 @@ def assemble(
     settings = _settings(config, limits, gpu=gpu)
     layout = model.cache_layout(limits.num_pages, page_size)
     store = _store(config, graph, {"limits": asdict(limits), "settings": repr(settings)})
+    _require_attention(ProgramBuilder(graph, layout, settings))
     runner = Runner(graph, checkpoint.params, layout, settings, store, strict=strict)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -119,6 +121,19 @@ def _decode_wait(config: EngineConfig, *, serving: bool) -> float | None:
     if config.decode_wait_ms == AUTO:
         return SERVING_DECODE_WAIT if serving else None
     return int(config.decode_wait_ms) / 1e3
+
+
+def _require_attention(builder: ProgramBuilder) -> None:
+    """ValueError at start, not at the first request, if the named implementation refuses."""
+    name, buckets = builder.graph.attention, builder.settings.buckets
+    if name == AUTO:
+        return
+    for bucket in (buckets.decode(1, 1), buckets.mixed(1, 1, 1)):
+        lowerable = builder.build(ProgramKey("forward", bucket))
+        try:
+            lowerable.function.trace(*lowerable.args)
+        except NotImplementedError as refusal:
+            raise ValueError(f"attention={name}: {refusal}") from refusal
 
 
 def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:

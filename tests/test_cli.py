@@ -1,0 +1,334 @@
+"""The command line: commands, their exit codes, `octavo env`, and the terminal conversation."""
+
+import builtins
+import io
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from family_data import FOLDER, reference_of
+from tiny import ARTEFACTS
+
+from octavo.model.checkpoint.load import load_checkpoint
+from octavo.model.forward import forward
+from octavo.outputs import CompletionOutput
+from octavo.sampling.params import SamplingParams
+from octavo.serve import chat, cli, env
+from octavo.serve.chat import Chat
+from octavo.serve.config import EngineConfig
+from octavo.serve.types import EngineStats
+
+GGUF = FOLDER.parent / "gguf" / "tiny-llama-q8_0.gguf"
+SIZES = [
+    "--max_num_seqs=2",
+    "--max_batch_tokens=32",
+    "--max_model_len=128",
+    "--num_pages=20",
+    f"--artefact_dir={ARTEFACTS}",
+]
+
+
+def octavo(*args):
+    return cli.main([*args, *SIZES])
+
+
+# Commands ---------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in cli.COMMANDS)
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert cli.main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: octavo {name}")
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    assert cli.main(["serv"]) == 2
+    assert "unknown command 'serv'" in capsys.readouterr().err
+
+
+def test_the_installed_command_starts_without_jax():
+    code = (
+        "import sys; from octavo.serve import cli; "
+        "sys.exit(cli.main(['--help']) or 'jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: octavo" in done.stdout
+
+
+def test_generate_writes_a_json_line_a_sample(capsys):
+    args = ["hello world", "once", "--max_tokens=5", "--temperature=0", "--n=2"]
+    assert octavo("generate", f"--model={GGUF}", *args) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(x["prompt"], x["index"]) for x in lines] == [
+        (prompt, index) for prompt in args[:2] for index in (0, 1)
+    ]
+    assert all(len(x["token_ids"]) <= 5 and x["finish_reason"] for x in lines)
+    assert lines[0]["text"] == lines[1]["text"]
+
+
+def test_generate_reads_standard_input(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello world"))
+    assert octavo("generate", f"--model={GGUF}", "--max_tokens=2", "--temperature=0") == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "hello world"
+
+
+def test_generate_runs_the_samplings_of_an_experiment(tmp_path, capsys):
+    path = tmp_path / "sweep.py"
+    sampling = [{"temperature": t, "seed": 1, "max_tokens": 2} for t in (0.0, 1.0)]
+    path.write_text(
+        f"def get_config():\n    return {{'prompts': ['a', 'b'], 'sampling': {sampling}}}\n"
+    )
+    assert octavo("generate", f"--model={GGUF}", f"--config={path}") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(x["temperature"], x["prompt"]) for x in lines] == [
+        (0.0, "a"),
+        (0.0, "b"),
+        (1.0, "a"),
+        (1.0, "b"),
+    ]
+
+
+def test_score_is_the_mean_loss_of_the_forward_pass(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("hello world, hello again")
+    assert octavo("score", f"--model={GGUF}", str(text)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["file"] == str(text)
+    assert report["perplexity"] == pytest.approx(np.exp(report["nll"]))
+    assert 2 < report["tokens"] < 30
+
+
+FAILURES = [
+    (["score", f"--model={GGUF}"], "at least one text file"),
+    (["score", f"--model={GGUF}", "/no/such/text"], "/no/such/text"),
+    (["generate", "--model=/no/such/model", "x"], "/no/such/model"),
+    (["generate", f"--model={FOLDER / 'llama_tied'}", "x"], "no tokenizer"),
+    (["generate", f"--model={GGUF}", "--temperature=-1", "x"], "temperature"),
+    (["generate", f"--model={GGUF}", "--attention=mosaic", "x"], "mosaic"),
+    (["generate", f"--model={GGUF}", "--mesh=tensor=99", "x"], "99 devices"),
+    (["chat", f"--model={FOLDER / 'llama_tied'}"], "no chat template"),
+    (["chat", f"--model={GGUF}", "--n=2", "x"], "n must be 1"),
+    (["serve", f"--model={GGUF}", "x"], "no arguments"),
+    (["convert", f"--model={GGUF}"], "one target folder"),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), FAILURES, ids=lambda x: " ".join(x)[:40])
+def test_failures_are_one_line_and_exit_code_1(args, words, capsys):
+    assert octavo(*args) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    line = err.splitlines()[-1]
+    assert line.startswith(f"octavo {args[0]}: ")
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (ModuleNotFoundError("No module named 'fastapi'"), 1, "octavo[serve]"),
+    ],
+)
+def test_interrupts_and_missing_extras(monkeypatch, capsys, error, code, words):
+    def fail(*args):
+        raise error
+
+    command = cli.COMMANDS["serve"]
+    changed = cli.Command(fail, command.settings, command.define, command.help, command.extra)
+    monkeypatch.setitem(cli.COMMANDS, "serve", changed)
+    assert cli.main(["serve"]) == code
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["orbax", "hf"])
+def test_convert_and_load_again(tmp_path, capsys, target):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(FOLDER / "llama_tied" / name, source / name)
+    out = tmp_path / "out"
+    assert cli.main(["convert", f"--model={source}", f"--to={target}", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out
+    again = load_checkpoint(out)
+    assert again.format == target
+    prompt = reference_of("llama_tied")[0][1]
+    logits = forward(again.config, again.params, np.array(prompt.ids, np.int32))
+    np.testing.assert_allclose(logits, prompt.logits, atol=1e-4 * prompt.logits.std())
+
+
+# octavo env -------------------------------------------------------------------------------------
+
+GOOD = {"jax": "0.11.2", "jaxlib": "0.11.2"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "driver", "problems"),
+    [
+        (GOOD, "", []),
+        (GOOD | {"jax-cuda13-plugin": "0.11.2"}, "580.65.06", []),
+        (GOOD | {"jax-cuda12-plugin": "0.11.2"}, "550.90.07", []),
+        (GOOD, "580.65.06", ["no CUDA plugin"]),
+        (GOOD | {"jax-cuda13-plugin": "0.11.2"}, "570.1", ["570.1", "580 or newer"]),
+        (GOOD | {"jax-cuda12-plugin": "0.11.2"}, "470.82", ["470.82", "525 or newer"]),
+        (GOOD | {"jax-cuda13-plugin": "0.10.0"}, "580.65", ["0.10.0 does not match jax 0.11.2"]),
+        (GOOD | {"jaxlib": "0.10.0"}, "", ["jaxlib 0.10.0 does not match jax 0.11.2"]),
+        ({"jax": "0.10.1", "jaxlib": "0.10.1"}, "", ["jax 0.10.1", ">= 0.11"]),
+        ({"jax": "0.13.0", "jaxlib": "0.13.0"}, "", ["jax 0.13.0", "< 0.13"]),
+        (
+            GOOD | {"jax-cuda12-plugin": "0.11.2", "jax-cuda13-plugin": "0.11.2"},
+            "580.65",
+            ["both CUDA plugins"],
+        ),
+        ({}, "", ["jax is not installed"]),
+    ],
+)
+def test_env_names_each_problem_on_one_line(versions, driver, problems):
+    found = env.check(versions, driver)
+    assert len(found) == bool(problems)
+    for words in problems:
+        assert words in found[0]
+        assert "\n" not in found[0]
+
+
+def test_env_prints_versions_and_devices(capsys):
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    for words in ("python 3.", "jax 0.", "octavo 0.", "jax devices: cpu"):
+        assert words in text
+
+
+def test_env_fails_where_something_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(env, "_nvidia", lambda: ("470.82", ["NVIDIA H200"]))
+    assert cli.main(["env"]) == 1
+    assert "problem: " in capsys.readouterr().out
+
+
+# The conversation -------------------------------------------------------------------------------
+
+
+class FakeTokenizer:
+    chat_template = "yes"
+
+    def encode_chat(self, messages):
+        return [1] * sum(len(message["content"]) for message in messages)
+
+
+class FakeLLM:
+    """Answers with scripted items; an exception among them is raised."""
+
+    def __init__(self, config):
+        self.config = config
+        self.tokenizer = FakeTokenizer()
+        self.engine = SimpleNamespace(stats=lambda: EngineStats(pages_used=3, pages_total=9))
+        self.script = ["Hello", " you"]
+        self.closed = 0
+
+    def default_params(self, **fields):
+        return SamplingParams(**fields)
+
+    def stream(self, ids, params):
+        try:
+            for item in self.script:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item if isinstance(item, CompletionOutput) else self.item(item)
+        finally:
+            self.closed += 1
+
+    def item(self, text, **fields):
+        return CompletionOutput(0, text, (5,), **fields)
+
+
+@pytest.fixture
+def talk(monkeypatch):
+    monkeypatch.setattr(chat, "LLM", FakeLLM)
+    return Chat(EngineConfig(), None, {}, out=io.StringIO())
+
+
+def converse(talk, monkeypatch, *lines):
+    """Feed lines to the REPL, and Ctrl-D; what it printed."""
+    script = iter(lines)
+
+    def read(prompt):
+        line = next(script, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", read)
+    assert talk.repl() == 0
+    return talk._out.getvalue()
+
+
+def roles(talk):
+    return [message["role"] for message in talk.messages]
+
+
+def test_an_answer_streams_and_joins_the_history(talk, monkeypatch):
+    text = converse(talk, monkeypatch, "Hi", "", "Again")
+    assert text.count("Hello you\n[") == 2
+    assert "2 prompt tokens" in text
+    assert roles(talk) == ["user", "assistant"] * 2
+    assert talk.messages[1]["content"] == "Hello you"
+
+
+def test_reset_keeps_the_system_message_and_system_replaces_it(talk, monkeypatch):
+    converse(talk, monkeypatch, "/system Be brief.", "Hi", "/reset")
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]
+    converse(talk, monkeypatch, "/system  Be long. ", "Hi")
+    assert [m["content"] for m in talk.messages] == ["Be long.", "Hi", "Hello you"]
+    converse(talk, monkeypatch, "/system")
+    assert talk.messages == []
+
+
+def test_stats_and_help(talk, monkeypatch):
+    text = converse(talk, monkeypatch, "/stats", "Hi", "/stats", "/help", "/nonsense")
+    assert "no answer yet" in text
+    assert text.count("pages 3/9") == 2
+    assert text.count("tokens/s") == 2
+    assert text.count("/reset          forget") == 2
+
+
+def test_ctrl_c_stops_the_answer_only(talk, monkeypatch):
+    talk.llm.script = ["Hel", KeyboardInterrupt()]
+    text = converse(talk, monkeypatch, KeyboardInterrupt(), "Hi", "/stats")
+    assert "Hel [stopped]\n" in text
+    assert talk.messages[-1] == {"role": "assistant", "content": "Hel"}
+    assert talk.llm.closed == 1
+    assert "pages 3/9" in text, "the conversation goes on"
+
+
+def test_a_refused_message_leaves_the_conversation_as_it_was(talk, monkeypatch):
+    talk.llm.script = [ValueError("the prompt has 9 tokens; the context holds 8")]
+    text = converse(talk, monkeypatch, "Hi", "/exit", "never read")
+    assert "the context holds 8; /reset starts over" in text
+    assert talk.messages == []
+
+
+def test_one_question_exits_with_the_answers_state(talk, capsys):
+    assert talk.ask("Hi") == 0
+    talk.llm.script = ["Hel", talk.llm.item("", finish_reason="error", error="NaN logits")]
+    assert talk.ask("Hi") == 1
+    assert "octavo chat: NaN logits" in capsys.readouterr().err
+
+
+def test_chat_answers_one_question_and_a_piped_conversation(capsys, monkeypatch):
+    args = ["chat", f"--model={GGUF}", "--max_tokens=4", "--temperature=0"]
+    assert octavo(*args, "hello", "world") == 0
+    assert "tokens/s]" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/reset\nhello\n"))
+    assert octavo(*args) == 0
+    assert capsys.readouterr().out.count("tokens/s]") == 2
