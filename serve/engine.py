@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from octavo.model.config import ModelConfig
@@ -89,7 +90,14 @@ class Engine:
         return self._in_flight is not None or self.scheduler.has_work()
 
     def step(self) -> list[TokenEvent]:
-        """Advance by one dispatch and return what is new."""
+        """Advance by one dispatch and return what is new.
+
+        An implicit transfer between host and device is an error: it would stall the device unseen.
+        """
+        with jax.transfer_guard("disallow"):
+            return self._step()
+
+    def _step(self) -> list[TokenEvent]:
         batch = self.scheduler.schedule(self._clock(), self._pace.steps())
         dispatched = self.runner.dispatch(batch) if batch else None
         ready = dispatched

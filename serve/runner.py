@@ -168,7 +168,7 @@ class Runner:
                 self.params, self.cache, self.last_tokens, self._put(packed)
             )
             logits = self.programs.get(ProgramKey("logits", size=bucket.tokens))
-            chunks.append(np.asarray(logits(self.params, hidden))[: len(chunk)])
+            chunks.append(jax.device_get(logits(self.params, hidden))[: len(chunk)])
         return np.concatenate(chunks)
 
     def _count(self, real: int, computed: int) -> None:
