@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 MODEL ?= smollm2
 
-.PHONY: demo serve test lint test-slow test-gemma test-gpu clean
+.PHONY: demo serve test lint test-slow test-gemma test-gpu bench-cpu clean
 
 demo: .venv/demo
 	$(BIN)/octavo chat --model=$(MODEL) --max_tokens=64 --temperature=0 --max_num_seqs=1 \
@@ -38,6 +38,16 @@ test-gemma: .venv/demo
 test-gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pytest -m gpu
 
+# Beside transformers and llama.cpp, in an environment of their own; not part of CI.
+BENCH_PYTHON ?= python3.11
+bench-cpu: .venv/demo .venv-bench/ready
+	.venv-bench/bin/python bench/cpu_vs_transformers.py --out=bench/results/cpu_smollm2.jsonl
+
+.venv-bench/ready: bench/cpu_requirements.txt
+	test -x .venv-bench/bin/python || $(BENCH_PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install -q --disable-pip-version-check -r bench/cpu_requirements.txt
+	@touch $@
+
 .venv/dev: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "octavo needs Python 3.12 or newer: install it, or set PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { echo "octavo needs Python 3.12 or newer; $(PYTHON) is older"; exit 1; }
@@ -51,4 +61,4 @@ test-gpu:
 	@touch $@
 
 clean:
-	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-bench .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
