@@ -4,7 +4,8 @@ import jax
 from jaxtyping import Array, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
-from octavo.attention.mosaic_decode import decode_mosaic
+from octavo.attention.mosaic_decode import decode_mosaic, decode_refusal
+from octavo.attention.mosaic_prefill import prefill_mosaic
 from octavo.cache.layout import LayerCache
 
 HOPPER = "9.0"
@@ -21,10 +22,12 @@ def attend_mosaic(
     """`attend` by the kernels written for Hopper GPUs.
 
     Raises:
-        NotImplementedError: no such GPU, or a shape that `refuse_decode` names.
+        NotImplementedError: no such GPU, or a type or size that `refuse_inputs` names.
     """
     _refuse_device()
-    return decode_mosaic(q, layer, meta, spec, sinks)
+    if decode_refusal(q, layer, meta) is None:
+        return decode_mosaic(q, layer, meta, spec, sinks)
+    return prefill_mosaic(q, layer, meta, spec, sinks)
 
 
 def _refuse_device() -> None:

@@ -1,13 +1,12 @@
 """Paged decode attention for Hopper in Pallas Mosaic GPU: split-KV over fixed chunks.
 
-Work is cut into items (row, KV head, chunk of the context). Chunk borders are multiples of
-`DecodeTuning.chunk`, so a row's arithmetic is the same in any batch. A persistent grid takes the
-items in strides: whole chunks first, then each row's last chunk, longest first, which balances
-ragged batches to about one chunk. In each block `pairs` memory warpgroups stream pages through
-rings in shared memory (TMA, page ids read from the block table one step ahead) to as many compute
-warpgroups. A last fusion of XLA's combines the chunks, always in the order of their positions.
-The query heads of a KV head are the rows of one 64-row wgmma tile (FlashDecoding, Dao et al. 2023;
-FlashAttention-3, Shah et al. 2024).
+Work is cut into items (row, KV head, chunk of the context). Chunk borders depend on the position
+only, so a row's arithmetic is the same in any batch. A persistent grid takes the items in strides,
+the longest first, which balances ragged batches to about half a chunk. In each block `pairs` memory
+warpgroups stream pages through rings in shared memory (TMA, page ids read from the block table one
+step ahead) to as many compute warpgroups. A last fusion of XLA's combines the chunks, always in the
+order of their positions. The query heads of a KV head are the rows of one 64-row wgmma tile
+(FlashDecoding, Dao et al. 2023; FlashAttention-3, Shah et al. 2024).
 """
 
 # pyright: reportAbstractUsage=false
@@ -34,6 +33,7 @@ from octavo.attention.splits import (
     TileShape,
     Work,
     combine,
+    count_chunks,
     decode_work,
 )
 from octavo.cache.layout import LayerCache
@@ -64,7 +64,7 @@ class DecodeTuning:
     """How the kernel is laid out on the chip. Only `chunk` can change a result's rounding.
 
     Attributes:
-        chunk: tokens of context a work item; a multiple of 128.
+        chunk: tokens of context a work item, half of it in the first two; a multiple of 128.
         stages: pages' tiles in each ring.
         pairs: memory and compute warpgroups a block, 1 or 2 of each.
         num_blocks: thread blocks of the persistent grid, one a multiprocessor.
@@ -72,7 +72,7 @@ class DecodeTuning:
             doesn't multiply from registers.
     """
 
-    chunk: int = 512
+    chunk: int = 1024
     stages: int = 2
     pairs: int = 2
     num_blocks: int = 132
@@ -106,23 +106,23 @@ def default_tuning(head_dim: int) -> DecodeTuning:
     return fitting[-1]
 
 
-def refuse_decode(q: Array, layer: LayerCache, meta: AttentionMeta) -> None:
-    """Raises NotImplementedError, with the reason, for what the kernel can't do."""
-    num_heads, head_dim = q.shape[1:]
-    page_size, num_kv_heads = layer.k.shape[1:3]
+def refuse_inputs(q: Array, layer: LayerCache) -> None:
+    """Raises NotImplementedError for types and sizes that no kernel here takes."""
+    head_dim, page_size = q.shape[2], layer.k.shape[1]
     if q.dtype not in DTYPES or layer.k.dtype != q.dtype:
-        raise NotImplementedError(
-            f"queries {q.dtype} on {layer.k.dtype} pages; needs one of 16 bits"
-        )
+        raise NotImplementedError(f"queries {q.dtype} on {layer.k.dtype} pages; takes 16 bits only")
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"page size {page_size} is not one of {PAGE_SIZES}")
+
+
+def decode_refusal(q: Array, layer: LayerCache, meta: AttentionMeta) -> str | None:
+    """Why the decode kernel can't take these rows; None if it can."""
     if meta.max_query_len > MAX_QUERIES:
-        raise NotImplementedError(f"{meta.max_query_len} queries a row; takes up to {MAX_QUERIES}")
-    rows = meta.max_query_len * (num_heads // num_kv_heads)
-    if rows > TILE_ROWS:
-        raise NotImplementedError(f"{rows} queries a KV head exceed a tile of {TILE_ROWS}")
+        return f"{meta.max_query_len} queries a row; takes up to {MAX_QUERIES}"
+    rows = meta.max_query_len * (q.shape[1] // layer.k.shape[2])
+    return f"{rows} queries a KV head exceed a tile of {TILE_ROWS}" if rows > TILE_ROWS else None
 
 
 def decode_mosaic(
@@ -136,9 +136,11 @@ def decode_mosaic(
     """`attend` for rows of at most MAX_QUERIES queries, on a Hopper GPU.
 
     Partial results of the chunks are kept in the type of q, their log-sum-exp in float32.
-    Refuses as `refuse_decode` says.
+    Refuses as `refuse_inputs` and `decode_refusal` say.
     """
-    refuse_decode(q, layer, meta)
+    refuse_inputs(q, layer)
+    if reason := decode_refusal(q, layer, meta):
+        raise NotImplementedError(reason)
     num_tokens, num_heads, head_dim = q.shape
     page_size, num_kv_heads = layer.k.shape[1:3]
     shape = TileShape(
@@ -200,7 +202,7 @@ def _traced_kernel(
     """
     del mesh  # part of the key only: a trace belongs to the mesh it was made under
     num_rows, num_pages = avals[2].shape
-    num_chunks = -(-num_pages * shape.page_size // tuning.chunk)
+    num_chunks = count_chunks(num_pages * shape.page_size, tuning.chunk)
     head_dim, dtype = shape.head_dim, avals[3].dtype
     pairs, stages = tuning.pairs, tuning.stages
     swizzle = 128 if head_dim % 64 == 0 else 64
@@ -359,7 +361,7 @@ def _fetch_items(
     def fetch_item(index: Array, carry: tuple) -> tuple:
         filled, item, ids = carry
         following = load_item(index + 1)
-        # q comes after the ring is full: its tile is free only when the last item is stored.
+        # The last place of the ring is released when the last item is stored, q's tile before.
         q_step = jnp.minimum(item.steps, stages) - 1
 
         def fetch_step(step: Array, ids: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -370,12 +372,6 @@ def _fetch_items(
             next_ids = page_ids(next_row, jnp.where(more, begin + BLOCK, following.begin))
             # Written so that the compiler sees that it is a multiple of BLOCK.
             offset = lax.rem(lax.div(begin, jnp.int32(BLOCK)), blocks_per_page) * BLOCK
-            for source, ring, ready, free in (
-                (pages.k, buffers.k_ring, buffers.k_ready, buffers.k_free),
-                (pages.v, buffers.v_ring, buffers.v_ready, buffers.v_free),
-            ):
-                _when(position >= stages, plgpu.barrier_wait, free.at[buffers.barrier(position)])
-                fetch_block(source, ring, ready, ids, offset, item.head, position)
 
             @pl.when(step == q_step)
             def _fetch_queries() -> None:
@@ -384,6 +380,12 @@ def _fetch_items(
                 tile = buffers.q_tile.at[pair, pl.ds(0, shape.rows)]
                 plgpu.copy_gmem_to_smem(rows, tile, buffers.q_ready.at[pair])
 
+            for source, ring, ready, free in (
+                (pages.k, buffers.k_ring, buffers.k_ready, buffers.k_free),
+                (pages.v, buffers.v_ring, buffers.v_ready, buffers.v_free),
+            ):
+                _when(position >= stages, plgpu.barrier_wait, free.at[buffers.barrier(position)])
+                fetch_block(source, ring, ready, ids, offset, item.head, position)
             return next_ids
 
         ids = lax.fori_loop(0, item.steps, fetch_step, ids)
@@ -411,15 +413,18 @@ def _compute_items(
     pair = buffers.pair
     q_tile, lse_tile = buffers.q_tile.at[pair], buffers.lse_tile.at[pair]
     per_row = plgpu.Layout.WGMMA.reduce(1)
+    # Without a window, a single query sees every key of all blocks but the last.
+    plain = shape.queries == 1 and spec.window is None
 
-    def step(item: _Item, begin: Array, position: Array, carry: tuple, border: bool) -> tuple:
+    def step(index: Array, carry: tuple, item: _Item, done: Array, last: bool) -> tuple:
+        begin, position = item.begin + index * BLOCK, done + index
         acc, top, total = carry
         slot, barrier = buffers.slot(position), buffers.barrier(position)
         plgpu.barrier_wait(buffers.k_ready.at[barrier])
         keys = buffers.k_ring.at[pair, slot].transpose((1, 0))
-        logits = _base2(_product(q_tile, keys, BLOCK), spec)
-        plgpu.barrier_arrive(buffers.k_free.at[barrier])
-        if border:
+        logits = base2(product(q_tile, keys, BLOCK), spec)
+        plgpu.barrier_arrive(buffers.q_free.at[pair] if last else buffers.k_free.at[barrier])
+        if last or not plain:
             logits = _masked(logits, item, begin, spec, shape)
         new_top = jnp.maximum(top, logits.max(axis=1))
         decay = jnp.exp2(top - new_top)
@@ -429,7 +434,7 @@ def _compute_items(
         acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
         plgpu.barrier_wait(buffers.v_ready.at[barrier])
         values = buffers.v_ring.at[pair, slot]
-        if border:
+        if last or not plain:
             _zero_unseen(values, item, begin)
         acc = _add_product(acc, weights, values, buffers)
         plgpu.barrier_arrive(buffers.v_free.at[barrier])
@@ -438,15 +443,6 @@ def _compute_items(
     def compute_item(index: Array, carry: tuple[Array, _Item]) -> tuple[Array, _Item]:
         done, item = carry
         following = load_item(index + 1)
-        # Blocks before the border hold only keys that every query sees.
-        inner = jnp.int32(0)
-        if spec.window is None:
-            inner = lax.div(item.first_query + 1 - item.begin, jnp.int32(BLOCK))
-            inner = jnp.minimum(jnp.maximum(inner, 0), item.steps)
-
-        def body(index: Array, carry: tuple, border: bool) -> tuple:
-            return step(item, item.begin + index * BLOCK, done + index, carry, border)
-
         plgpu.barrier_wait(buffers.q_ready.at[pair])
         acc = jnp.zeros((TILE_ROWS, shape.head_dim), jnp.float32)
         state = (
@@ -454,25 +450,28 @@ def _compute_items(
             plgpu.layout_cast(jnp.full((TILE_ROWS,), FLOOR, jnp.float32), per_row),
             plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), per_row),
         )
-        if spec.window is None:
-            state = lax.fori_loop(0, inner, partial(body, border=False), state)
-        acc, top, total = lax.fori_loop(inner, item.steps, partial(body, border=True), state)
+        body = partial(step, item=item, done=done, last=False)
+        state = lax.fori_loop(0, item.steps - 1, body, state)
+        acc, top, total = step(item.steps - 1, state, item, done, last=True)
         total += 1e-30
         acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
-        q_tile[...] = acc.astype(q_tile.dtype)
+        # The last keys are done with: their tile takes the result, and q's is loaded meanwhile.
+        last = done + item.steps - 1
+        out_tile = buffers.k_ring.at[pair, buffers.slot(last)]
+        out_tile[...] = acc.astype(out_tile.dtype)
         lse_tile[...] = top + jnp.log(total) * LOG2E
         plgpu.commit_smem()
-        for tile, result in zip((q_tile, lse_tile), results):
+        for tile, result in zip((out_tile, lse_tile), results):
             target = result.at[item.row, item.part, item.head]
             plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, shape.rows)], target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(buffers.q_free.at[pair])
+        plgpu.barrier_arrive(buffers.k_free.at[buffers.barrier(last)])
         return done + item.steps, following
 
     lax.fori_loop(0, count, compute_item, (jnp.int32(0), load_item(jnp.int32(0))))
 
 
-def _product(left: Ref | Array, right: Ref, columns: int) -> Array:
+def product(left: Ref | Array, right: Ref, columns: int) -> Array:
     """Float32 [64, columns] of a wgmma into a fresh accumulator."""
 
     def multiply(acc_ref: Ref) -> Array:
@@ -488,7 +487,7 @@ def _add_product(acc: Array, weights: Array, values: Ref, buffers: _Buffers) -> 
         tile = buffers.w_tile.at[buffers.pair]
         tile[...] = weights
         plgpu.commit_smem()
-        return acc + _product(tile, values, acc.shape[1])
+        return acc + product(tile, values, acc.shape[1])
 
     def accumulate(acc_ref: Ref) -> None:
         plgpu.wgmma(acc_ref, weights, values)
@@ -497,7 +496,7 @@ def _add_product(acc: Array, weights: Array, values: Ref, buffers: _Buffers) -> 
     return pl.run_state(accumulate)(initial)
 
 
-def _base2(logits: Array, spec: AttentionSpec) -> Array:
+def base2(logits: Array, spec: AttentionSpec) -> Array:
     """Logits in base 2 under scale and soft cap; tanh from exp2, as the hardware's is coarse."""
     if spec.soft_cap is None:
         return logits * (spec.scale * LOG2E)

@@ -69,8 +69,29 @@ class Work(NamedTuple):
     end_chunk: Int32[Array, " S"]
 
 
+def count_chunks(tokens: int, chunk: int) -> int:
+    """Chunks of a context of so many tokens: the first `chunk` tokens are two, then one each."""
+    return -(-tokens // chunk) + 1 if tokens > chunk // 2 else 1
+
+
+def _chunk_of(position: Array, chunk: int) -> Array:
+    """Chunk that holds a position. Halving the first one shortens a lone short row's longest walk
+    at no cost to long rows."""
+    half = chunk // 2
+    return jnp.where(position < chunk, position // half, position // chunk + 1)
+
+
+def _chunk_start(index: Array, chunk: int) -> Array:
+    """First position of a chunk."""
+    return jnp.where(index < 2, index * (chunk // 2), (index - 1) * chunk)
+
+
 def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: int) -> Work:
-    """The work list of a step. Equal for all layers of equal window, so XLA computes it once."""
+    """The work list of a step. Equal for all layers of equal window, so XLA computes it once.
+
+    Order: whole chunks, then halves, with every row's last chunk among them by size; what is
+    dealt in this order ends within about half a chunk of each other.
+    """
     num_rows, num_pages = meta.block_tables.shape
     kv_lens = meta.kv_lens
     lengths = meta.query_starts[1:] - meta.query_starts[:-1]
@@ -78,29 +99,52 @@ def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: 
     lowest = jnp.zeros_like(first_query)
     if window is not None:
         lowest = jnp.maximum(first_query - window + 1, 0)
-    first_chunk, end_chunk = lowest // chunk, -(-kv_lens // chunk)
-    whole = jnp.maximum(end_chunk - first_chunk - 1, 0)
-    ends = jnp.cumsum(whole)
+    live = kv_lens > 0
+    first_chunk = _chunk_of(lowest, chunk)
+    last_chunk = jnp.where(live, _chunk_of(kv_lens - 1, chunk), first_chunk)
+    tail_size = jnp.where(live, kv_lens - _chunk_start(last_chunk, chunk), 0)
+    by_size = _longest_first(tail_size)
 
-    item = jnp.arange(num_rows * -(-num_pages * page_size // chunk), dtype=jnp.int32)
-    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, num_rows - 1)
-    part = item - (ends - whole)[row] + first_chunk[row]
-    tail = _longest_tail_first(kv_lens, chunk)[jnp.clip(item - ends[-1], 0, num_rows - 1)]
-    row = jnp.where(item < ends[-1], row, tail)
-    part = jnp.where(item < ends[-1], part, end_chunk[tail] - 1)
-    begin = jnp.maximum(part * chunk, lowest[row] // BLOCK * BLOCK)
-    steps = -(-(jnp.minimum((part + 1) * chunk, kv_lens[row]) - begin) // BLOCK)
-    fields = (row, part, begin, steps, lowest[row], first_query[row], kv_lens[row])
-    count = ends[-1] + jnp.sum(kv_lens > 0, dtype=jnp.int32)
-    items = jnp.stack([*fields, jnp.zeros_like(row)], axis=1)
-    return Work(items, count[None], first_chunk, end_chunk)
+    index = jnp.arange(num_rows * count_chunks(num_pages * page_size, chunk), dtype=jnp.int32)
+    whole = _listed(jnp.maximum(first_chunk, 2), last_chunk, index)
+    long_tails = jnp.sum(tail_size >= chunk // 2, dtype=jnp.int32)
+    after_whole = index - whole.length
+    halves = _listed(first_chunk, jnp.minimum(last_chunk, 2), after_whole - long_tails)
+    is_half = (after_whole >= long_tails) & (after_whole < long_tails + halves.length)
+    rank = jnp.where(after_whole < long_tails, after_whole, after_whole - halves.length)
+    tail = by_size[jnp.clip(rank, 0, num_rows - 1)]
+    row = jnp.where(index < whole.length, whole.row, jnp.where(is_half, halves.row, tail))
+    part = jnp.where(is_half, halves.chunk, last_chunk[tail])
+    part = jnp.where(index < whole.length, whole.chunk, part)
+
+    begin = jnp.maximum(_chunk_start(part, chunk), lowest[row] // BLOCK * BLOCK)
+    end = jnp.minimum(_chunk_start(part + 1, chunk), kv_lens[row])
+    fields = (row, part, begin, -(-(end - begin) // BLOCK), lowest[row], first_query[row])
+    items = jnp.stack([*fields, kv_lens[row], jnp.zeros_like(row)], axis=1)
+    count = whole.length + halves.length + jnp.sum(live, dtype=jnp.int32)
+    return Work(items, count[None], first_chunk, jnp.where(live, last_chunk + 1, first_chunk))
 
 
-def _longest_tail_first(kv_lens: Array, chunk: int) -> Array:
-    """Rows by the size of their last chunk, descending; rows without keys come last."""
-    size = jnp.where(kv_lens > 0, (kv_lens - 1) % chunk + 1, 0)
-    index = jnp.arange(kv_lens.shape[0], dtype=jnp.int32)
+class _Listed(NamedTuple):
+    """Row and chunk at each index of a list of chunks, row after row; and the list's length."""
+
+    row: Array
+    chunk: Array
+    length: Array
+
+
+def _listed(first: Array, end: Array, index: Array) -> _Listed:
+    """The list of chunks first : end of every row, read at `index` (anything outside of it)."""
+    counts = jnp.maximum(end - first, 0)
+    ends = jnp.cumsum(counts)
+    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, first.shape[0] - 1)
+    return _Listed(row, first[row] + index - (ends - counts)[row], ends[-1])
+
+
+def _longest_first(size: Array) -> Array:
+    """Row indices by descending size."""
+    index = jnp.arange(size.shape[0], dtype=jnp.int32)
     tie = (size[None] == size[:, None]) & (index[None] < index[:, None])
     rank = jnp.sum((size[None] > size[:, None]) | tie, axis=1, dtype=jnp.int32)
     return jnp.zeros_like(index).at[rank].set(index)

@@ -1,10 +1,10 @@
-"""Times the attention kernels against the bytes they must read; one JSON line a measurement.
+"""Times the attention kernels against bytes or operations; one JSON line a measurement.
 
     python bench/attention_bench.py                      # the settings in use
     python bench/attention_bench.py --sweep              # every tuning that fits
     python bench/attention_bench.py --only=b64_2k        # one scenario
 
-A program runs many steps of 32 launches, on several caches in turn: what the layers of a model
+A program runs many steps of 16 launches, on several caches in turn: what the layers of a model
 share is computed once a step, host dispatch is not counted, and no cache survives in the L2 from
 one use to the next.
 """
@@ -12,7 +12,7 @@ one use to the next.
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,6 +25,11 @@ from jax import lax
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.mosaic_decode import DecodeTuning, decode_mosaic, default_tuning
+from octavo.attention.mosaic_prefill import (
+    PrefillTuning,
+    default_prefill_tuning,
+    prefill_mosaic,
+)
 from octavo.cache.layout import LayerCache
 
 _SWEEP = flags.DEFINE_bool("sweep", False, "Try every tuning of the sweep, not only the default.")
@@ -35,7 +40,10 @@ READ_CEILING = 4.48e12
 """Bytes/s: the most that one H200 was measured to read from its memory."""
 
 
-LAYERS = 32
+MATRIX_CEILING = 812e12
+"""FLOP/s: an 8192-cubed product in bfloat16 on one H200."""
+
+LAYERS = 16
 """Launches a step: what the layers of a model share is computed once a step."""
 
 PROGRAM_SECONDS = 0.04
@@ -44,7 +52,10 @@ PROGRAM_SECONDS = 0.04
 
 @dataclass(frozen=True)
 class Scenario:
-    """A decode step of equal contexts, or lognormal ones of that mean, and the share to reach."""
+    """A step of rows of equal contexts, or lognormal ones of that mean.
+
+    `bar` is to be reached: a share of READ_CEILING for decode, TFLOP/s for prefill.
+    """
 
     name: str
     rows: int
@@ -55,6 +66,7 @@ class Scenario:
     kv_heads: int = 8
     head_dim: int = 128
     page: int = 64
+    queries: int = 1
 
     def kv_lens(self) -> np.ndarray:
         if not self.ragged:
@@ -69,6 +81,16 @@ class Scenario:
         """Keys and values read once; queries and results are under 1 % of it."""
         return int(self.kv_lens().sum()) * self.kv_heads * self.head_dim * 2 * 2
 
+    def operations(self) -> int:
+        """Of both products over the keys that each query sees."""
+        seen = self.queries * (2 * self.context - self.queries + 1) // 2
+        return 4 * self.rows * seen * self.heads * self.head_dim
+
+    def floor_seconds(self) -> float:
+        if self.queries == 1:
+            return self.floor_bytes() / READ_CEILING
+        return self.operations() / MATRIX_CEILING
+
 
 SCENARIOS = (
     Scenario("b32_16k", 32, 16384, 0.93),
@@ -77,6 +99,14 @@ SCENARIOS = (
     Scenario("b8_4k", 8, 4096, 0.70),
     Scenario("b1_32k", 1, 32768, 0.70),
     Scenario("b128_ragged_2k", 128, 2048, 0.82, ragged=True),
+)
+
+PREFILL = (
+    Scenario("prefill_8k", 1, 8192, 550, queries=8192),
+    Scenario("prefill_4x2k", 4, 2048, 500, queries=2048),
+    Scenario("prefill_2k_on_30k", 1, 32768, 450, queries=2048),
+    Scenario("prefill_8k_d256", 1, 8192, 450, heads=16, head_dim=256, queries=8192),
+    Scenario("prefill_8k_d64", 1, 8192, 350, head_dim=64, queries=8192),
 )
 
 EXTRA = (
@@ -101,21 +131,23 @@ def _inputs(case: Scenario) -> tuple[jax.Array, list[LayerCache], AttentionMeta]
     shape = (num_pages, case.page, case.kv_heads, case.head_dim)
     draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
     layers = [LayerCache(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(caches)]
-    q = jax.random.normal(keys[-1], (case.rows, case.heads, case.head_dim), jnp.bfloat16)
+    q = jax.random.normal(
+        keys[-1], (case.rows * case.queries, case.heads, case.head_dim), jnp.bfloat16
+    )
     meta = AttentionMeta(
         block_tables=jnp.asarray(tables),
         kv_lens=jnp.asarray(lengths),
-        query_starts=jnp.arange(case.rows + 1, dtype=jnp.int32),
-        slots=jnp.zeros(case.rows, jnp.int32),
+        query_starts=jnp.arange(case.rows + 1, dtype=jnp.int32) * case.queries,
+        slots=jnp.zeros(case.rows * case.queries, jnp.int32),
         num_rows=jnp.int32(case.rows),
+        max_query_len=case.queries,
     )
     return q, layers, meta
 
 
-def _program(case: Scenario, attend: partial, caches: int) -> tuple[partial, int]:
+def _program(case: Scenario, attend: partial, caches: int) -> tuple[Callable, int]:
     """A function of many steps of LAYERS launches, on each cache in turn; and its launches."""
-    floor = case.floor_bytes() / READ_CEILING
-    rounds = max(2, round(PROGRAM_SECONDS / floor / LAYERS))
+    rounds = max(2, round(PROGRAM_SECONDS / case.floor_seconds() / LAYERS))
     spec = AttentionSpec(scale=case.head_dim**-0.5)
 
     def run(q: jax.Array, layers: list[LayerCache], meta: AttentionMeta) -> jax.Array:
@@ -126,7 +158,7 @@ def _program(case: Scenario, attend: partial, caches: int) -> tuple[partial, int
 
         return lax.fori_loop(0, rounds, one_round, q)
 
-    return partial(run), rounds * LAYERS
+    return run, rounds * LAYERS
 
 
 def _seconds(compiled: jax.stages.Compiled, arguments: tuple, launches: int) -> float:
@@ -140,7 +172,14 @@ def _seconds(compiled: jax.stages.Compiled, arguments: tuple, launches: int) -> 
     return sorted(times)[1] / launches
 
 
-def _tunings(case: Scenario) -> Iterator[DecodeTuning]:
+def _tunings(case: Scenario) -> Iterator[DecodeTuning | PrefillTuning]:
+    if case.queries > 1:
+        tuning = default_prefill_tuning(case.head_dim)
+        yield tuning
+        if _SWEEP.value:
+            yield replace(tuning, block=192 - tuning.block)
+            yield replace(tuning, stages=tuning.stages + 1)
+        return
     best = default_tuning(case.head_dim)
     yield best
     if not _SWEEP.value:
@@ -153,8 +192,9 @@ def _measure(case: Scenario) -> Iterator[dict]:
     arguments = _inputs(case)
     tunings = list(_tunings(case))
 
-    def compile_one(tuning: DecodeTuning) -> tuple[jax.stages.Compiled, int] | str:
-        attend = partial(decode_mosaic, tuning=tuning)
+    def compile_one(tuning: DecodeTuning | PrefillTuning) -> tuple[jax.stages.Compiled, int] | str:
+        kernel = decode_mosaic if case.queries == 1 else prefill_mosaic
+        attend = partial(kernel, tuning=tuning)
         program, launches = _program(case, attend, len(arguments[1]))
         try:
             return jax.jit(program).lower(*arguments).compile(), launches
@@ -164,27 +204,36 @@ def _measure(case: Scenario) -> Iterator[dict]:
     with ThreadPoolExecutor(8) as pool:
         compiled = list(pool.map(compile_one, tunings))
     for tuning, outcome in zip(tunings, compiled):
-        line = {"what": "decode", "scenario": case.name, "tuning": asdict(tuning)}
+        what = "decode" if case.queries == 1 else "prefill"
+        line = {"what": what, "scenario": case.name, "tuning": asdict(tuning), "bar": case.bar}
         if isinstance(outcome, str):
             yield line | {"error": outcome}
             continue
         seconds = _seconds(outcome[0], arguments, outcome[1])
-        rate = case.floor_bytes() / seconds
-        yield line | {
-            "us": round(seconds * 1e6, 2),
-            "floor_us": round(case.floor_bytes() / READ_CEILING * 1e6, 2),
-            "floor_bytes": case.floor_bytes(),
-            "TBps": round(rate / 1e12, 3),
-            "share": round(rate / READ_CEILING, 3),
-            "bar": case.bar,
-        }
+        yield line | _figures(case, seconds)
+
+
+def _figures(case: Scenario, seconds: float) -> dict:
+    floor = case.floor_seconds()
+    figures = {
+        "us": round(seconds * 1e6, 2),
+        "floor_us": round(floor * 1e6, 2),
+        "share": round(floor / seconds, 3),
+    }
+    if case.queries == 1:
+        figures["floor_bytes"] = case.floor_bytes()
+        figures["TBps"] = round(case.floor_bytes() / seconds / 1e12, 3)
+    else:
+        figures["operations"] = case.operations()
+        figures["TFLOPs"] = round(case.operations() / seconds / 1e12, 1)
+    return figures
 
 
 def main(_: list[str]) -> None:
     """Prints the device's line, then one line a scenario and tuning."""
     device = jax.devices()[0]
     stamp = {"date": _DATE.value, "device": device.device_kind, "jax": jax.__version__}
-    for case in (*SCENARIOS, *EXTRA):
+    for case in (*SCENARIOS, *PREFILL, *EXTRA):
         if _ONLY.value and case.name not in _ONLY.value:
             continue
         for line in _measure(case):

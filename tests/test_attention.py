@@ -18,7 +18,10 @@ _BY_NAME = {case.name: case for case in CASES}
 
 def _run(problem: Problem, impl: str, mesh: Mesh | None = None, spec: AttentionSpec | None = None):
     run = partial(attend, spec=spec or problem.spec, impl=impl, mesh=mesh)
-    return jax.jit(run)(problem.q, problem.layer, problem.meta, sinks=problem.sinks)
+    # Unoptimised code compiles in half the time, and most of a test's time is compilation.
+    quick = {"xla_backend_optimization_level": 0}
+    compiled = jax.jit(run, compiler_options=quick)
+    return compiled(problem.q, problem.layer, problem.meta, sinks=problem.sinks)
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from octavo.attention.api import attend
-from octavo.attention.mosaic_decode import DecodeTuning, decode_mosaic, default_tuning
+from octavo.attention.mosaic_decode import (
+    SMEM_BYTES,
+    DecodeTuning,
+    decode_mosaic,
+    default_tuning,
+)
+from octavo.attention.mosaic_prefill import PrefillTuning, default_prefill_tuning, prefill_mosaic
 from octavo.attention.splits import decode_work
 
 _BY_NAME = {case.name: case for case in CASES}
@@ -49,6 +56,25 @@ ON_GPU = (
 )  # fmt: skip
 
 
+PREFILL_ON_GPU = (
+    *(
+        Case(f"prefill_{dim}_page_{page}", _rows, 8, 2, dim, page, "bfloat16", pad_rows=2,
+             pad_tokens=9)
+        for dim in (64, 96, 128, 192, 256)
+        for page in (16, 64, 128)
+        for _rows in [((300, 300), (1, 700), (64, 513), (7, 7), (33, 160))]
+    ),
+    *(
+        Case(f"prefill_everything_{dim}", ((200, 900), (1, 77), (130, 131)), 12, 4, dim, 32,
+             "float16", window=300, soft_cap=3.0, sinks=True, pad_rows=1, pad_tokens=3)
+        for dim in (64, 128, 256)
+    ),
+    Case("prefill_window_below_page", ((90, 640), (12, 65)), 8, 2, 128, 64, "bfloat16", window=5),
+    Case("prefill_infinity", ((150, 700), (9, 77)), 8, 1, 128, 64, "bfloat16", poison=np.inf),
+    Case("prefill_long", ((1100, 2100), (500, 500)), 32, 8, 128, 64, "bfloat16"),
+)  # fmt: skip
+
+
 @contextmanager
 def _interpreter() -> Iterator[None]:
     races = plgpu.InterpretGPUParams(detect_races=True)
@@ -66,6 +92,35 @@ def test_decode_interpreted_with_race_detection(case: Case):
     assert error(out, oracle(problem)) <= TOLERANCE[case.dtype]
 
 
+INTERPRETED_PREFILL = (
+    Case("chunks_block_128", ((40, 200), (1, 64), (5, 5)), heads=4, page=64, pad_rows=1,
+         pad_tokens=3, **_DECODE),
+    Case("window_cap_sinks", ((70, 300), (1, 130)), heads=4, page=16, window=100, sinks=True,
+         soft_cap=2.0, **_DECODE),
+    Case("group_of_3", ((33, 100),), 3, 1, 96, 128, "float16"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INTERPRETED_PREFILL, ids=lambda case: case.name)
+def test_prefill_interpreted_with_race_detection(case: Case):
+    problem = build(case)
+    tuning = PrefillTuning(block=128 if "128" in case.name else 64, interpreted=True)
+    run = partial(prefill_mosaic, spec=problem.spec, tuning=tuning)
+    with _interpreter():
+        out = jax.jit(run)(problem.q, problem.layer, problem.meta, sinks=problem.sinks)
+    assert error(out, oracle(problem)) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
+def test_prefill_lowers_for_cuda_without_a_gpu(head_dim: int):
+    case = Case("lowered", ((40, 200), (1, 64)), 8, 2, head_dim, 64, "bfloat16", window=100)
+    problem = build(case)
+    with use_abstract_mesh(_H200):
+        run = jax.jit(partial(attend, spec=problem.spec, impl="mosaic"))
+        traced = run.trace(problem.q, problem.layer, problem.meta)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize("head_dim", [96, 128, 256])
 def test_decode_lowers_for_cuda_without_a_gpu(head_dim: int):
     case = Case("lowered", ((2, 200), (1, 64)), 8, 2, head_dim, 64, "bfloat16", window=100)
@@ -76,20 +131,34 @@ def test_decode_lowers_for_cuda_without_a_gpu(head_dim: int):
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_work_covers_each_chunk_once_with_the_longest_ends_first():
-    case = Case("work", ((1, 1300), (1, 512), (1, 70), (1, 513)), page=64, pad_rows=2, window=600)
-    problem = build(case)
-    work = decode_work(problem.meta, case.page, case.window, 256)
-    count = int(work.live[0])
-    items = [tuple(item[:2]) for item in work.items[:count].tolist()]
-    expected = {
-        (row, chunk)
-        for row, (_, length) in enumerate(case.rows)
-        for chunk in range(max(0, length - 600) // 256, (length - 1) // 256 + 1)
+def _chunks(lowest: int, length: int, chunk: int) -> set[tuple[int, int, int]]:
+    """Index, first key and end of each chunk of a row, by walking its positions."""
+    borders = [0, chunk // 2, *range(chunk, length + chunk, chunk)]
+    return {
+        (index, max(start, lowest // 64 * 64), min(end, length))
+        for index, (start, end) in enumerate(pairwise(borders))
+        if end > lowest and start < length
     }
-    assert len(items) == count == len(expected)
-    assert set(items) == expected
-    assert [row for row, _ in items[-4:]] == [1, 2, 0, 3]
+
+
+@pytest.mark.parametrize("window", [None, 600, 100])
+def test_work_covers_each_chunk_once_with_the_longest_first(window: int | None):
+    lengths = (1300, 512, 70, 513, 1, 256, 257, 3000)
+    case = Case("work", tuple((1, n) for n in lengths), page=64, pad_rows=2, window=window)
+    work = decode_work(build(case).meta, case.page, window, 512)
+    count = int(work.live[0])
+    items = work.items[:count].tolist()
+    expected = {
+        (row, index, begin, -(-(end - begin) // 64))
+        for row, length in enumerate(lengths)
+        for index, begin, end in _chunks(max(0, length - (window or length)), length, 512)
+    }
+    assert len(items) == len(expected) == count
+    assert {tuple(item[:4]) for item in items} == expected
+    assert np.asarray(work.end_chunk - work.first_chunk).tolist()[len(lengths) :] == [0, 0]
+    if window is None:
+        steps = [item[3] for item in items]
+        assert steps == sorted(steps, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +167,7 @@ def test_work_covers_each_chunk_once_with_the_longest_ends_first():
         ({"dtype": "float32"}, "queries float32"),
         ({"head_dim": 80}, "head_dim 80 is not one of"),
         ({"page": 8}, "page size 8 is not one of"),
-        ({"rows": ((9, 20),)}, "9 queries a row; takes up to 8"),
-        ({"rows": ((8, 20),), "heads": 16, "kv_heads": 1}, "128 queries a KV head exceed"),
+        ({"rows": ((9, 20),), "heads": 130, "kv_heads": 1}, "130 query heads a KV head exceed"),
     ],
 )
 def test_refusals_name_their_reason(change: dict, reason: str):
@@ -107,6 +175,19 @@ def test_refusals_name_their_reason(change: dict, reason: str):
     problem = build(case)
     with use_abstract_mesh(_H200), pytest.raises(NotImplementedError, match=reason):
         attend(problem.q, problem.layer, problem.meta, problem.spec, "mosaic")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rows": ((9, 20),)}, "9 queries a row; takes up to 8"),
+        ({"rows": ((8, 20),), "heads": 16, "kv_heads": 1}, "128 queries a KV head exceed"),
+    ],
+)
+def test_what_decode_leaves_to_prefill(change: dict, reason: str):
+    problem = build(replace(Case("refused", ((1, 20),), page=64, **_DECODE), **change))
+    with pytest.raises(NotImplementedError, match=reason):
+        decode_mosaic(problem.q, problem.layer, problem.meta, problem.spec)
 
 
 def test_a_machine_without_a_hopper_gpu_is_refused():
@@ -120,14 +201,21 @@ def test_a_machine_without_a_hopper_gpu_is_refused():
 @pytest.mark.parametrize(
     ("field", "value"), [("chunk", 100), ("stages", 1), ("pairs", 3), ("num_blocks", 0)]
 )
-def test_tuning_is_validated(field: str, value: int):
+def test_decode_tuning_is_validated(field: str, value: int):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         DecodeTuning(**{field: value})
 
 
+@pytest.mark.parametrize(("field", "value"), [("block", 96), ("stages", 1)])
+def test_prefill_tuning_is_validated(field: str, value: int):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        PrefillTuning(**{field: value})
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_default_tuning_fits_shared_memory(head_dim: int):
-    assert default_tuning(head_dim).stages >= 2
+def test_default_tunings_fit_shared_memory(head_dim: int):
+    for tuning in (default_tuning(head_dim), default_prefill_tuning(head_dim)):
+        assert tuning.smem_bytes(head_dim) <= SMEM_BYTES
 
 
 def _on_gpu(problem: Problem, impl: str) -> jax.Array:
@@ -136,8 +224,8 @@ def _on_gpu(problem: Problem, impl: str) -> jax.Array:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
-def test_decode_on_the_gpu(case: Case):
+@pytest.mark.parametrize("case", [*ON_GPU, *PREFILL_ON_GPU], ids=lambda case: case.name)
+def test_kernels_on_the_gpu(case: Case):
     for seed in (1, 2):
         problem = build(case, seed)
         out = _on_gpu(problem, "mosaic")
