@@ -118,10 +118,12 @@ class CoreLoop:
     def run(self) -> int:
         """Loop until Shutdown (0) or until the engine keeps failing (1)."""
         while not self._stopping:
-            self.receive(0 if self._engine.has_work() else IDLE_POLL_MS)
+            busy = self._engine.has_work()
+            self.receive(0 if busy else IDLE_POLL_MS)
             if self._engine.has_work() and not self.step():
                 return EXIT_FAILED
-            if self._clock() >= self._stats_due:
+            came_to_rest = busy and not self._engine.has_work()
+            if came_to_rest or self._clock() >= self._stats_due:
                 self._send_stats()
         return 0
 

@@ -92,9 +92,9 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Advance by one dispatch and return what is new.
 
-        An implicit transfer between host and device is an error: it would stall the device unseen.
+        An implicit transfer to the device is an error: it would stall the step unseen.
         """
-        with jax.transfer_guard("disallow"):
+        with jax.transfer_guard_host_to_device("disallow"):
             return self._step()
 
     def _step(self) -> list[TokenEvent]:

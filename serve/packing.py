@@ -27,6 +27,11 @@ class Field:
         return prod(self.shape)
 
 
+ALIGN = 64
+"""Buffers are whole multiples of 256 bytes: XLA on GPUs asks inputs to start on such a border,
+and two small transfers in a row may share an allocation."""
+
+
 @dataclass(frozen=True)
 class PackLayout:
     """The arrays of one program's input, in order."""
@@ -35,12 +40,12 @@ class PackLayout:
 
     @property
     def size(self) -> int:
-        """Words of the whole buffer."""
-        return sum(field.size for field in self.fields)
+        """Words of the whole buffer, padding included."""
+        return -(-sum(field.size for field in self.fields) // ALIGN) * ALIGN
 
     def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """One int32 buffer [size]. Each array must have its field's shape and kind."""
-        buffer = np.empty(self.size, np.int32)
+        buffer = np.zeros(self.size, np.int32)
         start = 0
         for field in self.fields:
             array = arrays[field.name]
