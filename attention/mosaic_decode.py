@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.splits import (
@@ -204,7 +204,27 @@ def _traced_kernel(
     num_rows, num_pages = avals[2].shape
     num_chunks = count_chunks(num_pages * shape.page_size, tuning.chunk)
     head_dim, dtype = shape.head_dim, avals[3].dtype
-    pairs, stages = tuning.pairs, tuning.stages
+    out_shape = (num_rows, num_chunks, shape.heads, shape.rows)
+    kernel = plgpu.kernel(
+        partial(_kernel, shape=shape, spec=spec, tuning=tuning),
+        out_type=[
+            jax.ShapeDtypeStruct((*out_shape, head_dim), dtype),
+            jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        ],
+        grid=(tuning.num_blocks,),
+        grid_names=("block",),
+        num_threads=2 * tuning.pairs,
+        thread_name="wg",
+        scratch_types=_scratch(dtype, tuning, shape),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="paged_decode",
+    )
+    return jax.make_jaxpr(kernel)(*avals)
+
+
+def _scratch(dtype: DTypeLike, tuning: DecodeTuning, shape: TileShape) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `_Buffers`."""
+    head_dim, pairs, stages = shape.head_dim, tuning.pairs, tuning.stages
     swizzle = 128 if head_dim % 64 == 0 else 64
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     ring = plgpu.SMEM((pairs, stages, BLOCK, head_dim), dtype, transforms=transforms)
@@ -225,22 +245,7 @@ def _traced_kernel(
     if tuning.interpreted:
         full = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
         scratch["w_tile"] = plgpu.SMEM((pairs, TILE_ROWS, BLOCK), dtype, transforms=full)
-    out_shape = (num_rows, num_chunks, shape.heads, shape.rows)
-    kernel = plgpu.kernel(
-        partial(_kernel, shape=shape, spec=spec, tuning=tuning),
-        out_type=[
-            jax.ShapeDtypeStruct((*out_shape, head_dim), dtype),
-            jax.ShapeDtypeStruct(out_shape, jnp.float32),
-        ],
-        grid=(tuning.num_blocks,),
-        grid_names=("block",),
-        num_threads=2 * pairs,
-        thread_name="wg",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="paged_decode",
-    )
-    return jax.make_jaxpr(kernel)(*avals)
+    return scratch
 
 
 def _kernel(
