@@ -4,6 +4,9 @@
 device executes dispatches in order, so the next batch may be dispatched before this one is read.
 """
 
+import atexit
+import contextlib
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,6 +54,7 @@ class Runner:
         self.programs = Programs(self.builder.build, store, devices=devices, strict=strict)
         self.waste = Waste()
         self.reset_device_state()
+        atexit.register(_wait_at_exit, weakref.ref(self))
 
     def reset_device_state(self) -> None:
         """A fresh cache and per-slot state: at start, and after a failed dispatch."""
@@ -177,3 +181,14 @@ class Runner:
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self.builder.whole)
+
+
+def _wait_at_exit(reference: "weakref.ref[Runner]") -> None:
+    """Let the last dispatch end: XLA's CPU client aborts a process that exits under it.
+
+    Overlap leaves one behind when the last request stops early.
+    """
+    runner = reference()
+    if runner is not None:
+        with contextlib.suppress(RuntimeError):
+            jax.block_until_ready((runner.cache, runner.last_tokens))
