@@ -38,6 +38,16 @@ HOST_CODE = ("batch", "buckets", "packing", "programs", "step")
 """Modules of serve/ that decide what a program is."""
 
 
+def _source() -> str:
+    serve = Path(octavo.serve.__path__[0])
+    folders = [Path(package.__path__[0]) for package in DEVICE_CODE]
+    return source_digest([*folders, *(serve / f"{name}.py" for name in HOST_CODE)])
+
+
+SOURCE = _source()
+"""Read as the modules are imported: a file that changes later is not the code that runs here."""
+
+
 def build_engine(config: EngineConfig, *, serving: bool = True, strict: bool = False) -> Engine:
     """An engine that is ready for requests.
 
@@ -170,12 +180,6 @@ def _settings(config: EngineConfig, limits: Limits, *, gpu: bool) -> ProgramSett
     )
 
 
-def _source() -> str:
-    serve = Path(octavo.serve.__path__[0])
-    folders = [Path(package.__path__[0]) for package in DEVICE_CODE]
-    return source_digest([*folders, *(serve / f"{name}.py" for name in HOST_CODE)])
-
-
 def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> ArtefactStore | None:
     """Where this engine's executables live; None when artefact_dir is empty or can't be made."""
     if not config.artefact_dir:
@@ -183,7 +187,7 @@ def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> Artefac
     root = default_root() if config.artefact_dir == AUTO else Path(config.artefact_dir)
     manifest = {
         **devices.fingerprint(),
-        "source": _source(),
+        "source": SOURCE,
         "model": repr(graph.config),
         "attention": graph.attention,
         "mesh": config.mesh,

@@ -30,6 +30,7 @@ OTHER = {
     "max_num_seqs": 3,
     "max_batch_tokens": 64,
     "max_decode_steps": 2,
+    "decode_wait_ms": 12,
     "overlap": False,
     "prefix_caching": False,
     "ageing_seconds": 1.5,
