@@ -180,12 +180,22 @@ def convert(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) ->
         from octavo.model.checkpoint.export import export_hf
 
         export_hf(checkpoint, Path(paths[0]))
+        _export_tokenizer(config, checkpoint.path, Path(paths[0]))
     else:
         from octavo.model.checkpoint.orbax import save
 
         save(checkpoint, Path(paths[0]))
     print(f"wrote {paths[0]}")
     return 0
+
+
+def _export_tokenizer(config: LoadedConfig, source: Path, target: Path) -> None:
+    """A GGUF's tokenizer in the form that Hugging Face libraries read."""
+    from octavo.serve.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.engine.tokenizer or source)
+    if tokenizer and not (target / "tokenizer.json").exists():
+        tokenizer.save(target)
 
 
 def env(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:

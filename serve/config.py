@@ -56,7 +56,7 @@ class EngineConfig:
     )
     max_waiting: int = setting(4096, "requests that may wait for admission")
     warmup: str = setting(
-        AUTO, "all: compile every bucket at start; lazy: at first use; auto: lazy"
+        AUTO, "all: compile all at start; lazy: at first use; auto: all in a GPU server, else lazy"
     )
     artefact_dir: str = setting(AUTO, "where compiled programs are kept; empty: nowhere")
     seed: int | None = setting(None, "seeds the requests that bring none; empty: from the system")

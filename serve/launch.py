@@ -58,7 +58,7 @@ def build_engine(config: EngineConfig, *, serving: bool = True, strict: bool = F
     devices.configure_xla()
     checkpoint = load(config)
     engine = assemble(config, checkpoint, serving=serving, strict=strict)
-    if config.warmup == "all":
+    if config.warmup == "all" or (config.warmup == AUTO and serving and devices.on_gpu()):
         keys = engine.runner.builder.warmup_keys()
         engine.runner.programs.warm(keys, workers=os.cpu_count() or 1, progress=config.progress)
     return engine
@@ -160,14 +160,18 @@ def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:
 
 
 def _measure_temporaries(config: EngineConfig, graph: Graph, draft: Limits) -> int:
-    """Temporary bytes of the largest prefill program, compiled once for a cache of two pages."""
+    """Bytes that a step takes beside weights and cache.
+
+    Per-slot sampling state, and the temporaries of the largest prefill program, which is compiled
+    once for a cache of two pages.
+    """
     settings = _settings(config, draft, gpu=True)
     store = _store(config, graph, {"temporaries": repr(settings)})
     known = store.load("temporaries") if store else None
     if known is not None:
         return int(known)
     builder = ProgramBuilder(graph, graph.config.cache_layout(2, graph.page_size), settings)
-    size = builder.temporaries()
+    size = builder.temporaries() + builder.state_bytes()
     if store:
         store.save("temporaries", str(size).encode())
     return size

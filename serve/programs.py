@@ -87,6 +87,10 @@ class ProgramBuilder:
         analysis = lowerable.function.lower(*lowerable.args).compile().memory_analysis()
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
+    def state_bytes(self) -> int:
+        """Bytes of the per-slot sampling state, allocated when a request first needs it."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._state_abs))
+
     def warmup_keys(self) -> list[ProgramKey]:
         """Every program that a request can need, the models' own first (they take longest)."""
         buckets = self.settings.buckets.all()
