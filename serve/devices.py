@@ -30,7 +30,20 @@ def memory_limit() -> int:
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_memory(Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max"))
+
+
+def host_memory(meminfo: Path, container_limit: Path) -> int:
+    """Bytes of host memory that are free or only cache files, within the container's limit.
+
+    Free pages alone would shrink with every file that was read, model files first of all.
+    """
+    found = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = container_limit.read_text().strip() if container_limit.exists() else "max"
+    return found if limit == "max" else min(found, int(limit))
 
 
 def fingerprint() -> dict[str, str]:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.serve import devices
 from octavo.serve.config import PAGE_SIZES, EngineConfig
 from octavo.serve.limits import GIB, Limits, Memory, resolve_limits
 
@@ -127,3 +128,15 @@ def test_whatever_is_accepted_fits(
     assert found.max_pages < found.num_pages
     for name, wanted in fields.items():
         assert wanted in ("auto", getattr(found, name))
+
+
+def test_host_memory_counts_what_caches_files_and_minds_the_container(tmp_path):
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal: 900 kB\nMemFree:  100 kB\nMemAvailable:  700 kB\n")
+    assert devices.host_memory(meminfo, limit) == 700 * 1024
+    limit.write_text("max\n")
+    assert devices.host_memory(meminfo, limit) == 700 * 1024
+    limit.write_text("4096\n")
+    assert devices.host_memory(meminfo, limit) == 4096
+    assert devices.host_memory(tmp_path / "absent", tmp_path / "absent") > 0
+    assert devices.memory_limit() > GIB / 4
