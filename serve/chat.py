@@ -97,7 +97,7 @@ class Chat:
     def _ask_safely(self, line: str) -> None:
         try:
             self.ask(line)
-        except ValueError as error:  # the conversation outgrew the context, say
+        except (ValueError, RuntimeError) as error:  # the conversation outgrew the context, say
             self.messages.pop()
             print(f"{error}; /reset starts over", file=self._out)
 

@@ -261,7 +261,13 @@ def _check_repeat(left: Any, right: Any) -> None:
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{6})|\{[^{}]*:[^{}]*(?:\{|\d{6})")
 
 
+MAX_PATTERN = 4096
+"""Characters of a format string: the search for wide fields takes quadratic time."""
+
+
 def _check_widths(pattern: str) -> None:
+    if len(pattern) > MAX_PATTERN:
+        raise ChatTemplateError(f"chat template formats with more than {MAX_PATTERN} characters")
     if _WIDE_FORMAT.search(pattern):
         raise ChatTemplateError("chat template formats with a computed or very large width")
 

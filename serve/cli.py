@@ -175,7 +175,7 @@ def convert(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) ->
         raise ValueError("convert needs one target folder: octavo convert --model=SOURCE TARGET")
     from octavo.serve import launch
 
-    checkpoint = launch.load(config.engine)
+    checkpoint = launch.load(config.engine, to_run=False)
     if values["to"].value == "hf":
         from octavo.model.checkpoint.export import export_hf
 

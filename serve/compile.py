@@ -62,7 +62,7 @@ class CompileStats:
 
 
 class Programs:
-    """The engine's executables. Thread-safe; each key is compiled at most once."""
+    """The engine's executables. `get` may run in several threads for different keys."""
 
     def __init__(
         self,
@@ -137,9 +137,19 @@ class Programs:
             self.stats.compile_seconds += seconds
             self.stats.names.append(key.name)
         log.info("compiled %s %s in %.1f s", key.kind, key.bucket or key.size, seconds)
-        if self.store:
-            self.store.save(key.name, pickle.dumps(serialize_executable.serialize(program)))
+        self._save(key, program)
         return program
+
+    def _save(self, key: ProgramKey, program: Any) -> None:
+        """Keep an executable for later starts; one that can't be kept still serves this one."""
+        if self.store is None:
+            return
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(program))
+        except Exception as error:
+            log.warning("program %s can't be stored: %s", key.name, error)
+            return
+        self.store.save(key.name, payload)
 
     def _note_late(self, key: ProgramKey) -> None:
         if self._strict:

@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,10 @@ class CoreEngine(Protocol):
 
     def recover(self, reason: str) -> list[TokenEvent]:
         """After a step that raised: fail what is in flight and be ready for new requests."""
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> Any:
+        """Logits of a text; run as a probe of the device."""
         ...
 
     def stats(self) -> EngineStats:
@@ -232,13 +236,23 @@ class CoreLoop:
         """Clean errors for everything in flight; False when the engine can't be made ready."""
         try:
             self._engine.recover(reason)
-            usable = self._step_failures < MAX_STEP_FAILURES
+            usable = self._step_failures < MAX_STEP_FAILURES or self._probe()
         except Exception:
             log.exception("the engine could not recover")
             usable = False
         ids = list(self._owners)
         self._route([TokenEvent(i, finish_reason=FINISH_ERROR, error=reason) for i in ids])
         return usable
+
+    def _probe(self) -> bool:
+        """Whether the device still computes: then the requests were to blame, not the engine."""
+        try:
+            self._engine.score([0])
+        except Exception:
+            log.exception("the engine fails without a request too")
+            return False
+        self._step_failures = 0
+        return True
 
     def _send_stats(self) -> None:
         self._stats_due = self._clock() + STATS_PERIOD

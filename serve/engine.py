@@ -74,6 +74,11 @@ class Engine:
         check_prompt(request.prompt, self.model_config.vocab_size, self.max_model_len)
         params = request.params
         check_token_ids(params, self.model_config.vocab_size)
+        if params.max_tokens is None and len(request.prompt) == self.max_model_len:
+            raise ValueError(
+                f"prompt has {len(request.prompt)} tokens and fills the context of "
+                f"{self.max_model_len}: nothing is left to generate"
+            )
         if params.max_tokens is None:
             params = replace(params, max_tokens=self.max_model_len - len(request.prompt))
         if params.seed is None:

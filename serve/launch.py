@@ -14,9 +14,11 @@ import octavo.serve
 from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.resolve import resolve_model
 from octavo.model.checkpoint.source import Checkpoint
+from octavo.model.config import ModelConfig
 from octavo.model.families import family_of
 from octavo.model.params import param_bytes
 from octavo.model.sharding import make_mesh
+from octavo.sampling.pack import MAX_EOS_IDS
 from octavo.serve import devices
 from octavo.serve.artefact import ArtefactStore, default_root, source_digest
 from octavo.serve.buckets import make_buckets
@@ -64,11 +66,13 @@ def build_engine(config: EngineConfig, *, serving: bool = True, strict: bool = F
     return engine
 
 
-def load(config: EngineConfig) -> Checkpoint:
-    """The model's parameters on their devices."""
-    gpu = devices.on_gpu()
+def load(config: EngineConfig, *, to_run: bool = True) -> Checkpoint:
+    """The model's parameters on their devices.
+
+    dtype "auto" is the checkpoint's own, but float32 to run on a CPU.
+    """
     dtype = config.dtype
-    if dtype == AUTO and not gpu:
+    if dtype == AUTO and to_run and not devices.on_gpu():
         dtype = "float32"
     mesh = make_mesh(config.tensor_parallel) if config.mesh else None
     return load_checkpoint(
@@ -87,8 +91,10 @@ def assemble(
     gpu = devices.on_gpu()
     mesh = make_mesh(config.tensor_parallel) if config.mesh else None
     model = checkpoint.config
+    if len(checkpoint.eos_ids) > MAX_EOS_IDS:
+        raise ValueError(f"{len(checkpoint.eos_ids)} end-of-sequence ids, at most {MAX_EOS_IDS}")
     if config.max_model_len != AUTO:
-        model = model.with_max_len(int(config.max_model_len))
+        model = _with_max_len(model, int(config.max_model_len))
     page_size = page_size_of(config, on_gpu=gpu)
     graph = Graph(family_of(model), model, config.attention, mesh, page_size)
     limits = _limits(config, graph, gpu=gpu)
@@ -109,6 +115,7 @@ def assemble(
             prefix_caching=config.prefix_caching,
             ageing_seconds=config.ageing_seconds,
             max_waiting=config.max_waiting,
+            multi_step_when_waiting=not serving,
             cache_dtype=layout.dtype,
         )
     )
@@ -124,6 +131,16 @@ def assemble(
         decode_wait=_decode_wait(config, serving=serving),
         seed=config.seed,
     )
+
+
+def _with_max_len(model: ModelConfig, max_len: int) -> ModelConfig:
+    """The model for a chosen context; one longer than its positions needs dynamic rope scaling."""
+    dynamic = any(layer.rope.kind == "dynamic" for layer in model.layers)
+    if max_len > model.max_position_embeddings and not dynamic:
+        raise ValueError(
+            f"max_model_len={max_len} exceeds the model's {model.max_position_embeddings} positions"
+        )
+    return model.with_max_len(max_len)
 
 
 def _decode_wait(config: EngineConfig, *, serving: bool) -> float | None:
@@ -150,9 +167,11 @@ def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:
     """Sizes that fit the device, with the largest program's temporaries measured on a GPU."""
     one_page = graph.config.cache_layout(1, graph.page_size).page_bytes // config.tensor_parallel
     weights = param_bytes(graph.family.abstract_params(graph.config)) // config.tensor_parallel
-    memory = Memory(devices.memory_limit(), weights, 0, one_page)
+    # On a CPU the limit is what is free now, with the weights already loaded.
+    limit = devices.memory_limit() + (0 if gpu else weights)
+    memory = Memory(limit, weights, 0, one_page)
     model_len = graph.config.max_position_embeddings
-    if not gpu or config.num_pages != AUTO:
+    if not gpu:
         return resolve_limits(config, model_len, memory, on_gpu=gpu)
     draft = resolve_limits(config, model_len, memory, on_gpu=gpu)
     temporaries = _measure_temporaries(config, graph, draft)

@@ -26,6 +26,9 @@ from octavo.serve.inflight import InFlight
 from octavo.serve.programs import ProgramBuilder, ProgramSettings, covering
 from octavo.serve.types import ScheduledBatch, ScheduledRow
 
+SCORE_ROWS = 512
+"""Hidden states whose logits exist at once while a text is scored."""
+
 
 @dataclass
 class Waste:
@@ -53,16 +56,25 @@ class Runner:
         devices = list(graph.mesh.devices.flat) if graph.mesh else jax.devices()[:1]
         self.programs = Programs(self.builder.build, store, devices=devices, strict=strict)
         self.waste = Waste()
+        self.cache: KVCache | None = None
+        self.last_tokens: jax.Array | None = None
+        self.row_state: RowState | None = None
         self.reset_device_state()
         atexit.register(_wait_at_exit, weakref.ref(self))
 
     def reset_device_state(self) -> None:
-        """A fresh cache and per-slot state: at start, and after a failed dispatch."""
+        """A fresh cache and per-slot state: at start, and after a failed dispatch.
+
+        The old ones go first: there is no room for two caches.
+        """
+        for array in jax.tree.leaves((self.cache, self.last_tokens, self.row_state)):
+            if not array.is_deleted():
+                array.delete()
+        self.cache = self.last_tokens = self.row_state = None
         shardings = self.builder.cache_shardings()
         make = partial(init_cache, self.layout)
-        self.cache: KVCache = jax.jit(make, out_shardings=shardings)()
+        self.cache = jax.jit(make, out_shardings=shardings)()
         self.last_tokens = self._put(np.zeros(self.settings.max_num_seqs, np.int32))
-        self.row_state: RowState | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -135,7 +147,11 @@ class Runner:
     def _prompt_logprobs(
         self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array
     ) -> tuple[jax.Array | None, int]:
-        wanted = [row.request.params.prompt_logprobs for row in batch.rows]
+        wanted = [
+            row.request.params.prompt_logprobs
+            for row in batch.rows
+            if row.start + 1 < row.prompt_len
+        ]
         if all(n is None for n in wanted):
             return None, 0
         most = max(n or 0 for n in wanted)
@@ -151,7 +167,7 @@ class Runner:
             make = partial(init_row_state, self.settings.max_num_seqs, self.graph.config.vocab_size)
             self.row_state = jax.jit(make, out_shardings=self.builder.whole)()
         for row in batch.rows:
-            if row.reset:
+            if row.reset and row.request.params.needs_state:
                 self._reset_row(row)
 
     def _reset_row(self, row: ScheduledRow) -> None:
@@ -171,9 +187,19 @@ class Runner:
             self.cache, _, hidden = self.programs.get(ProgramKey("forward", bucket))(
                 self.params, self.cache, self.last_tokens, self._put(packed)
             )
-            logits = self.programs.get(ProgramKey("logits", size=bucket.tokens))
-            chunks.append(jax.device_get(logits(self.params, hidden))[: len(chunk)])
+            chunks += self._logits(hidden, len(chunk))
         return np.concatenate(chunks)
+
+    def _logits(self, hidden: jax.Array, count: int) -> list[np.ndarray]:
+        """Logits of the first `count` hidden states, SCORE_ROWS of them at once on the device."""
+        size = min(SCORE_ROWS, len(hidden))
+        program = self.programs.get(ProgramKey("logits", size=size))
+        found = []
+        for start in range(0, count, size):
+            part = hidden[min(start, len(hidden) - size) :][:size]
+            kept = slice(start - min(start, len(hidden) - size), None)
+            found.append(jax.device_get(program(self.params, part))[kept][: count - start])
+        return found
 
     def _count(self, real: int, computed: int) -> None:
         self.waste.real += real

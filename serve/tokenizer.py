@@ -189,6 +189,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     (SentencePiece's tokenizer.model alone, vocab.json with merges.txt alone).
     """
     path = Path(path)
+    if not path.exists():
+        raise TokenizerError(f"{path} does not exist")
+    if path.suffix == ".json":
+        path = path.parent
     if path.is_file():
         return _from_gguf(path)
     if (path / "tokenizer.json").is_file():

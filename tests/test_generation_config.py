@@ -80,7 +80,7 @@ def test_sampling_defaults(tmp_path, generation, expected):
 @pytest.mark.parametrize(
     ("generation", "message"),
     [
-        ({"top_p": 1.5}, r"top_p is 1\.5, not in \[0, 1\]"),
+        ({"top_p": 1.5}, r"top_p is 1\.5, not in \[1e-06, 1\]"),
         ({"temperature": "hot"}, "temperature is 'hot', not a number"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
     ],

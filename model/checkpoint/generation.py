@@ -33,7 +33,7 @@ _CONTROL_TYPE = 3
 _FIELDS: dict[str, tuple[str, float, float]] = {
     "temperature": ("temperature", 0.0, 100.0),
     "top_k": ("top_k", 0, 2**31 - 1),
-    "top_p": ("top_p", 0.0, 1.0),
+    "top_p": ("top_p", 1e-6, 1.0),
     "min_p": ("min_p", 0.0, 1.0),
     "repetition_penalty": ("repetition_penalty", 1e-6, 10.0),
     "max_new_tokens": ("max_tokens", 1, 2**31 - 1),
@@ -128,6 +128,8 @@ def _defaults(generation: dict[str, Any], path: Path) -> dict[str, Any]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{path}: {name} is {value!r}, not a number")
+        if (name, value) == ("top_k", -1):  # "off", in some authors' spelling
+            value = 0
         if not low <= value <= high:
             raise CheckpointError(f"{path}: {name} is {value}, not in [{low:g}, {high:g}]")
         defaults[field] = int(value) if isinstance(low, int) else float(value)
