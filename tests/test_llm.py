@@ -268,6 +268,15 @@ def test_a_failed_step_loses_its_requests_and_nothing_else(llm, monkeypatch, err
     assert llm.generate(prompts(), greedy())[1].outputs[0].token_ids == continuations()[1]
 
 
+@pytest.fixture
+def default_sigint():
+    """Python's own handler: a job that a shell put in the background starts with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_waits_for_the_end_of_the_step(llm, monkeypatch):
     """Interrupted in mid-step, a call leaves whole steps behind: no request fails for it."""
     failed = llm.engine.stats().finished.get("error", 0)
@@ -286,6 +295,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step(llm, monkeypatch):
     assert llm.generate(prompts(), greedy())[2].outputs[0].token_ids == continuations()[2]
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_a_second_ctrl_c_does_not_wait():
     signals = []
 
