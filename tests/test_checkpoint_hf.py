@@ -1,5 +1,6 @@
 """Hugging Face folders: what is read, what is refused, and how much the host holds meanwhile."""
 
+import gc
 import json
 import pickle
 import shutil
@@ -280,7 +281,12 @@ class CountingSource:
 
 
 def peak_of_loading(config):
-    """Most bytes that numpy held, by tracemalloc; the device's own are not among them."""
+    """Most bytes that numpy held, by tracemalloc; the device's own are not among them.
+
+    A first, untraced load takes what a process allocates once: imports and jax's caches.
+    """
+    assemble(CountingSource(config), config, None, progress=False)
+    gc.collect()
     tracemalloc.start()
     params = assemble(CountingSource(config), config, None, progress=False)
     peak = tracemalloc.get_traced_memory()[1]
