@@ -1,6 +1,5 @@
 """Hugging Face folders: what is read, what is refused, and how much the host holds meanwhile."""
 
-import gc
 import json
 import pickle
 import shutil
@@ -281,12 +280,7 @@ class CountingSource:
 
 
 def peak_of_loading(config):
-    """Most bytes that numpy held, by tracemalloc; the device's own are not among them.
-
-    A first, untraced load takes what a process allocates once: imports and jax's caches.
-    """
-    assemble(CountingSource(config), config, None, progress=False)
-    gc.collect()
+    """Most bytes that numpy held, by tracemalloc; the device's own are not among them."""
     tracemalloc.start()
     params = assemble(CountingSource(config), config, None, progress=False)
     peak = tracemalloc.get_traced_memory()[1]
@@ -324,10 +318,12 @@ def test_host_memory_while_loading(monkeypatch):
     )
     largest = 4096 * 512 * 4
     total = param_bytes(family_of(config).abstract_params(config))
+    # Beside the leaves: one projection of 1024 x 512 in passing, and small change.
+    slack = 1024 * 512 * 4 + 100_000
     assert total > 5 * largest
-    assert peak_of_loading(config) < total + 1e6, "a CPU device keeps the buffers: the model once"
+    assert peak_of_loading(config) < total + slack, "a CPU device keeps the buffers: the model once"
     monkeypatch.setattr(assembly, "_scratch", misaligned)
-    assert peak_of_loading(config) < largest + 1e6, "another device copies: one leaf at a time"
+    assert peak_of_loading(config) < largest + slack, "another device copies: one leaf at a time"
 
 
 def test_resolve_model(folder, monkeypatch):
