@@ -4,7 +4,7 @@ Letters: T tokens in the step (padded), S rows (padded), P pages in a row's tabl
 H query heads, K KV heads, D head dim, p page size.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -64,7 +64,3 @@ class AttentionMeta:
     slots: Int32[Array, " T"]
     num_rows: Int32[Array, ""]
     max_query_len: int = field(default=1)
-
-    def with_max_query_len(self, max_query_len: int) -> "AttentionMeta":
-        """The same rows under another static bound."""
-        return replace(self, max_query_len=max_query_len)

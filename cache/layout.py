@@ -61,10 +61,6 @@ class KVCache:
 
     layers: tuple[LayerCache, ...]
 
-    def replace_layer(self, index: int, layer: LayerCache) -> "KVCache":
-        """This cache with one layer exchanged."""
-        return KVCache((*self.layers[:index], layer, *self.layers[index + 1 :]))
-
 
 def init_cache(layout: CacheLayout) -> KVCache:
     """A zeroed cache. Under jit with out_shardings it is created directly on its devices."""

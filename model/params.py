@@ -85,11 +85,6 @@ def param_bytes(specs: Any) -> int:
     return sum(spec.nbytes for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def param_count(specs: Any) -> int:
-    """Number of weights in a tree of specs."""
-    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs, is_leaf=is_spec))
-
-
 def cast(params: Any, dtype: str) -> Any:
     """The same tree (of specs or of arrays) in another element type."""
     return jax.tree.map(

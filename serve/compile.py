@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -58,7 +58,6 @@ class CompileStats:
     after_seal: int = 0
     compile_seconds: float = 0.0
     load_seconds: float = 0.0
-    names: list[str] = field(default_factory=list)
 
 
 class Programs:
@@ -102,11 +101,6 @@ class Programs:
         """Every program made ready so far, with its key."""
         return list(self._programs.items())
 
-    def memory(self) -> int:
-        """Largest temporary allocation of any program so far, in bytes."""
-        sizes = [program.memory_analysis() for program in self._programs.values()]
-        return max((size.temp_size_in_bytes for size in sizes if size is not None), default=0)
-
     def _load(self, key: ProgramKey) -> Any:
         payload = self.store.load(key.name) if self.store else None
         if payload is None or self.store is None:
@@ -135,7 +129,6 @@ class Programs:
         with self._lock:
             self.stats.compiled += 1
             self.stats.compile_seconds += seconds
-            self.stats.names.append(key.name)
         log.info("compiled %s %s in %.1f s", key.kind, key.bucket or key.size, seconds)
         self._save(key, program)
         return program
