@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from octavo.outputs import RequestOutput as RequestOutput
     from octavo.sampling.params import SamplingParams as SamplingParams
     from octavo.serve.config import EngineConfig as EngineConfig
+    from octavo.serve.types import Grammar as Grammar
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _HOMES = {
     "LLM": "octavo.llm",
     "CompletionOutput": "octavo.outputs",
     "EngineConfig": "octavo.serve.config",
+    "Grammar": "octavo.serve.types",
     "ModelConfig": "octavo.model.config",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.sampling.params",
@@ -35,6 +37,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "Grammar",
     "ModelConfig",
     "RequestOutput",
     "SamplingParams",

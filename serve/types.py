@@ -4,7 +4,10 @@ Types of which one is made per row and step are not frozen (a frozen dataclass o
 takes 2.7 us to make, a plain one 0.4), but nobody may change them.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +18,52 @@ FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
 FINISH_ERROR = "error"
+
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a sample's text must be, to the last byte; the engine compiles it.
+
+    Attributes:
+        kind: how `text` is read.
+        text: the JSON schema, nothing for json_object, the regular expression, the JSON list of
+            the choices, or the grammar in llguidance's Lark dialect.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
+        """JSON that `schema` (as data, or as JSON text) describes."""
+        return cls("json_schema", schema if isinstance(schema, str) else _json(schema))
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that matches `pattern` from start to end."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Self:
+        """One of `choices`."""
+        return cls("choice", _json(list(choices)))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Self:
+        """Text of a grammar's start rule."""
+        return cls("lark", grammar)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +78,7 @@ class Request:
         sample_index: 0 .. n-1; part of the key of every random draw.
         priority: lower runs first.
         cache_salt: part of the prefix-cache key; equal salts share pages.
+        grammar: what the text must be; None is anything.
     """
 
     request_id: str
@@ -38,6 +88,7 @@ class Request:
     sample_index: int = 0
     priority: int = 0
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
