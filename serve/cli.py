@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ USAGE = """usage: octavo COMMAND [--flags]
   chat       talk to a model:      octavo chat, or octavo chat "one question"
   score      log-likelihood of a text file under the model
   convert    write a model as an Orbax or Hugging Face folder
+  bench      measure: octavo bench --help
   env        versions, devices, and what is wrong with them
 
 octavo COMMAND --help lists a command's flags. Every one may also stand in a Python config file:
@@ -49,20 +50,32 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (2 for a usage error)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] != ["bench"]:
+        return dispatch("octavo", COMMANDS, USAGE, args)
+    from octavo.bench import commands
+
+    benches: Any = commands.COMMANDS  # checkers see this file under two names
+    return dispatch("octavo bench", benches, commands.USAGE, args[1:])
+
+
+def dispatch(program: str, commands: Mapping[str, Command], usage: str, args: list[str]) -> int:
+    """Run the command of `commands` that the first argument names; the exit code."""
     if not args or args[0] in ("-h", "--help", "help"):
-        print(USAGE, end="")
+        print(usage, end="")
         return 0 if args else 2
-    command = COMMANDS.get(args[0])
+    command = commands.get(args[0])
     if command is None:
-        print(f"octavo: unknown command {args[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
+        message = f"{program}: unknown command {args[0]!r}\n\n{usage}"
+        print(message, end="", file=sys.stderr)
         return 2
+    name = f"{program} {args[0]}"
     if any(arg in ("-h", "--help") for arg in args[1:]):
-        print(f"usage: octavo {args[0]} {command.help}\n\n{settings_help(command.settings)}")
+        print(f"usage: {name} {command.help}\n\n{settings_help(command.settings)}")
         return 0
-    return _run(command, args)
+    return _run(command, name, args)
 
 
-def _run(command: Command, args: list[str]) -> int:
+def _run(command: Command, name: str, args: list[str]) -> int:
     values = flags.FlagValues()
     define_settings(values, command.settings)
     command.define(values)
@@ -71,7 +84,7 @@ def _run(command: Command, args: list[str]) -> int:
         config = parse_settings(values, command.settings)
     except (flags.Error, ValueError, AttributeError, KeyError, OSError) as error:
         message = " ".join(str(error.args[0] if error.args else error).split())
-        print(f"octavo {args[0]}: {message}", file=sys.stderr)
+        print(f"{name}: {message}", file=sys.stderr)
         return 2
     try:
         return command.run(config, values, rest)
@@ -81,10 +94,10 @@ def _run(command: Command, args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, NotImplementedError) as error:
-        print(f"octavo {args[0]}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
         extra = f"; pip install 'octavo[{command.extra}]'" if command.extra else ""
-        print(f"octavo {args[0]}: {error}{extra}", file=sys.stderr)
+        print(f"{name}: {error}{extra}", file=sys.stderr)
     return 1
 
 

@@ -1,0 +1,32 @@
+"""`octavo bench WHAT --flags`: every benchmark is a command here."""
+
+from octavo.bench import engine, kernel, serve, stages, startup
+from octavo.serve.cli import Command
+from octavo.serve.config import EngineConfig
+
+USAGE = """usage: octavo bench WHAT [--flags]
+
+  kernel      attention and sampling kernels against their floors
+  decode      time of a decode step by rows
+  prefill     time to the first token by prompt length
+  throughput  tokens a second over a mix of requests, offline
+  serve       latency and throughput of any OpenAI server, from outside
+  startup     process start to first token, cold and warm
+  context     one very long prompt: prefill, decode, memory
+  all         every recorded figure in resumable stages
+
+octavo bench WHAT --help lists its flags. Each measurement is one JSON line with date, hardware and
+versions, on standard output and appended to --out; a table of them follows on standard error.
+"""
+
+ENGINE = (EngineConfig,)
+COMMANDS = {
+    "kernel": Command(kernel.run, (), kernel.define, kernel.HELP),
+    "decode": Command(engine.command("decode"), ENGINE, engine.define, engine.HELP),
+    "prefill": Command(engine.command("prefill"), ENGINE, engine.define, engine.HELP),
+    "throughput": Command(engine.command("throughput"), ENGINE, engine.define, engine.HELP),
+    "serve": Command(serve.run, (), serve.define, serve.HELP),
+    "startup": Command(startup.run, ENGINE, startup.define, startup.HELP),
+    "context": Command(engine.run_context, ENGINE, engine.define, engine.HELP),
+    "all": Command(stages.run, (), stages.define, stages.HELP),
+}

@@ -1,0 +1,337 @@
+"""`octavo bench decode | prefill | throughput | context`: the engine in this process.
+
+Random weights unless --model and --load_format say otherwise; prompts are random ids, sampling is
+greedy, end-of-sequence is ignored, the prefix cache is off.
+
+decode: B prompts of --prompt tokens, --generated from each; the time of a step is the steady time
+between dispatches while all B rows decode, over the steps of a dispatch.
+prefill: one request's time to its first token, median of --repeats.
+throughput: --workload, all submitted at once.
+context: one prompt of --tokens, then --generated decode steps on it, and the memory they took.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from octavo.bench.floors import CEILINGS, Ceilings, ModelCost
+from octavo.bench.report import Results, flag_values, percentile, rounded
+from octavo.bench.workload import DEFAULT, load, random_prompts
+from octavo.serve.config import AUTO, EngineConfig
+from octavo.serve.configfile import LoadedConfig
+
+DEFAULTS: dict[str, Any] = {
+    "model": "configs/shapes/llama3_8b",
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "max_num_seqs": 256,
+    "max_model_len": 8320,
+    "prefix_caching": False,
+}
+"""Settings of the measured engine where no flag and no config file says otherwise."""
+
+COLUMNS = (
+    *("what", "rows", "prompt", "ms", "p10_ms", "p99_ms", "floor_ms", "share"),
+    *("prefill_s", "decode_ms", "peak_gb", "output_tok_s", "total_tok_s", "warm"),
+)
+HELP = """[MORE ...] [--flags]   MORE: others of decode, prefill, throughput on the same engine
+
+  --rows=1,8,32,64,128,256  decode: rows of a batch
+  --prompt=1024 --generated=144
+  --prompts=128,1024,8192   prefill: lengths of the prompt
+  --repeats=5               prefill: timed requests; throughput: 3 timed runs by default
+  --workload=FILE           throughput: lengths of prompts and outputs
+  --tokens=1000000          context: length of the prompt
+  --seed_prompts=0 --out=FILE --label=TEXT --date"""
+
+
+def define(values: flags.FlagValues) -> None:
+    """The commands' flags, beside the engine's settings."""
+    text, number = flags.DEFINE_string, flags.DEFINE_integer
+    whole = ["1", "8", "32", "64", "128", "256"]
+    flags.DEFINE_list("rows", whole, "decode batches", flag_values=values)
+    number("prompt", 1024, "prompt tokens", lower_bound=1, flag_values=values)
+    number("generated", 144, "tokens to generate", lower_bound=8, flag_values=values)
+    flags.DEFINE_list("prompts", ["128", "1024", "8192"], "prompt lengths", flag_values=values)
+    number("repeats", None, "timed runs", lower_bound=1, flag_values=values)
+    text("workload", str(DEFAULT), "lengths", flag_values=values)
+    number("tokens", 1_000_000, "prompt of context", lower_bound=1, flag_values=values)
+    number("seed_prompts", 0, "seed of the prompts", flag_values=values)
+    text("out", "", "file to append to", flag_values=values)
+    text("label", "", "what is measured", flag_values=values)
+    text("date", "", "written into the lines", flag_values=values)
+
+
+def command(what: str) -> Callable[[LoadedConfig, flags.FlagValues, list[str]], int]:
+    """The function of `octavo bench {what}`."""
+
+    def run(config: LoadedConfig, values: flags.FlagValues, more: list[str]) -> int:
+        unknown = sorted(set(more) - set(MEASURES))
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(MEASURES)}")
+        bench = EngineBench(settings(config, values), values)
+        for name in (what, *more):
+            MEASURES[name](bench)
+        bench.finish()
+        return 0
+
+    return run
+
+
+def settings(config: LoadedConfig, values: flags.FlagValues) -> EngineConfig:
+    """The engine's settings: flags, then a config file, then DEFAULTS."""
+    if values["config"].value is not None:
+        return config.engine
+    given = {n for n in DEFAULTS if values[n].present or values[f"config.{n}"].present}
+    missing = {name: value for name, value in DEFAULTS.items() if name not in given}
+    return replace(config.engine, **missing)
+
+
+class EngineBench:
+    """An engine and its measurements."""
+
+    def __init__(self, config: EngineConfig, values: flags.FlagValues, **stamp: Any) -> None:
+        start = time.perf_counter()
+        from octavo.llm import LLM
+        from octavo.sampling.params import SamplingParams
+        from octavo.serve import devices
+        from octavo.serve.types import Request
+
+        self._request, self._params = Request, SamplingParams
+        self.flag = flag_values(values)
+        self.llm = LLM(config=config)
+        self.engine = self.llm.engine
+        self.device: Ceilings | None = CEILINGS.get(devices.kinds()[0])
+        self.cost = model_cost(self.engine)
+        self._serial = 0
+        self._results = Results(
+            self.flag["out"],
+            self.flag["date"],
+            label=self.flag["label"],
+            model=Path(config.model).name,
+            **{name: getattr(config, name) for name in STAMPED},
+            seed=self.flag["seed_prompts"],
+            **stamp,
+        )
+        self.say(what="start", seconds=rounded(time.perf_counter() - start, 2))
+
+    def say(self, **fields: Any) -> None:
+        """One measurement."""
+        self._results.say(**fields)
+
+    def finish(self) -> None:
+        """How the programs came to be, and the table."""
+        stats = self.engine.runner.programs.stats
+        self.say(
+            what="programs",
+            compiled=stats.compiled,
+            loaded=stats.loaded,
+            compile_seconds=rounded(stats.compile_seconds, 1),
+            load_seconds=rounded(stats.load_seconds, 1),
+        )
+        self._results.table(COLUMNS)
+
+    def with_floor(self, ms: float, floor: Callable[..., float], *args: float) -> dict[str, Any]:
+        """`ms` with floor(device, *args) and its share, if the device's ceilings are known."""
+        if self.device is None:
+            return {"ms": rounded(ms, 4)}
+        least = floor(self.device, *args) * 1e3
+        return {"ms": rounded(ms, 4), "floor_ms": rounded(least, 4), "share": rounded(least / ms)}
+
+    def prompts(self, count: int, tokens: int) -> list[list[int]]:
+        """Random prompts, new ones on each call."""
+        self._serial += 1
+        seed = self.flag["seed_prompts"] * 1_000_003 + self._serial
+        return list(random_prompts(count, tokens, self.engine.model_config.vocab_size, seed))
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[float, int]]:
+        """Generate; (seconds, tokens) of each engine step, the moment before it all first."""
+        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        times = [(time.perf_counter(), 0)]
+        for number, prompt in enumerate(prompts):
+            self.engine.add(self._request(f"{self._serial}-{number}", tuple(prompt), params))
+        while self.engine.has_work():
+            tokens = sum(len(event.token_ids) for event in self.engine.step())
+            times.append((time.perf_counter(), tokens))
+        return times
+
+    # Measurements -------------------------------------------------------------------------------
+
+    def decode(self) -> None:
+        """A line for each number of rows."""
+        for rows in map(int, self.flag["rows"]):
+            if rows > self.engine.scheduler.config.max_num_seqs:
+                raise ValueError(f"rows={rows} exceeds max_num_seqs")
+            gaps: list[float] = []
+            for _ in range(4):  # at first programs are compiled, and the pace is learnt
+                gaps, before = self._decode_gaps(rows), gaps
+                if before and gaps:
+                    break
+            if not gaps:
+                raise ValueError(f"no steady decode steps at rows={rows}: raise --generated")
+            context = self.flag["prompt"] + self.flag["generated"] / 2
+            self.say(
+                what="decode",
+                rows=rows,
+                prompt=self.flag["prompt"],
+                generated=self.flag["generated"],
+                **self.with_floor(
+                    statistics.median(gaps) * 1e3, self.cost.decode_floor, rows, context
+                ),
+                **{f"p{q}_ms": rounded((percentile(gaps, q) or 0) * 1e3, 4) for q in (10, 90, 99)},
+            )
+
+    def _decode_gaps(self, rows: int) -> list[float]:
+        """Seconds a decode step took, of each dispatch in which all rows decoded."""
+        times = self.run(self.prompts(rows, self.flag["prompt"]), self.flag["generated"])
+        return steady_gaps(times, rows)
+
+    def prefill(self) -> None:
+        """A line for each length of the prompt."""
+        for tokens in map(int, self.flag["prompts"]):
+            found = []
+            for _ in range(2 + (self.flag["repeats"] or 5)):
+                times = self.run(self.prompts(1, tokens), 1)
+                first = next(moment for moment, new in times if new)
+                found.append((first - times[0][0]) * 1e3)
+            found = found[2:]
+            self.say(
+                what="prefill",
+                prompt=tokens,
+                **self.with_floor(statistics.median(found), self.cost.prefill_floor, tokens),
+                **{f"p{q}_ms": rounded(percentile(found, q), 3) for q in (10, 90, 99)},
+            )
+
+    def throughput(self) -> None:
+        """One unreported and --repeats reported runs of the workload through `LLM.generate`."""
+        mix = load(self.flag["workload"])
+        vocab = self.engine.model_config.vocab_size
+        asked = mix.requests(len(mix), vocab=vocab, text=False)
+        prompts = [one.source["prompt"] for one in asked]
+        params = [
+            self._params(temperature=0.0, max_tokens=one.max_tokens, ignore_eos=True)
+            for one in asked
+        ]
+        rates = []
+        for attempt in range(1 + (self.flag["repeats"] or 3)):
+            start = time.perf_counter()
+            outputs = self.llm.generate(prompts, params)
+            seconds = time.perf_counter() - start
+            made = sum(len(output.outputs[0].token_ids) for output in outputs)
+            rates.append(made / seconds)
+            self.say(
+                what="throughput",
+                warm=attempt > 0,
+                requests=len(asked),
+                seconds=rounded(seconds, 2),
+                out_tokens=made,
+                output_tok_s=rounded(made / seconds, 1),
+                total_tok_s=rounded((made + sum(map(len, prompts))) / seconds, 1),
+            )
+        self.say(what="throughput_median", output_tok_s=rounded(statistics.median(rates[1:]), 1))
+
+    def context(self) -> None:
+        """One long prompt: its prefill, decode steps on it, and memory."""
+        import jax
+
+        tokens, made = self.flag["tokens"], self.flag["generated"]
+        self.run(self.prompts(1, min(tokens, 4096)), made)
+        times = self.run(self.prompts(1, tokens), made)
+        seconds = next(moment for moment, new in times if new) - times[0][0]
+        gap = statistics.median(steady_gaps(times, 1)) * 1e3
+        memory = jax.devices()[0].memory_stats() or {}
+        line: dict[str, Any] = {"prefill_s": rounded(seconds), "decode_ms": rounded(gap)}
+        if self.device is not None:
+            floors = (
+                self.cost.prefill_floor(self.device, tokens),
+                self.cost.decode_floor(self.device, 1, tokens + made / 2),
+            )
+            line |= {
+                "prefill_floor_s": rounded(floors[0]),
+                "prefill_share": rounded(floors[0] / seconds),
+                "decode_floor_ms": rounded(floors[1] * 1e3),
+                "decode_share": rounded(floors[1] * 1e3 / gap),
+            }
+        self.say(
+            what="context",
+            prompt=tokens,
+            generated=made,
+            **line,
+            peak_gb=rounded(memory.get("peak_bytes_in_use", 0) / 1e9, 2) or None,
+            cache_gb=rounded((tokens + made) * self.cost.token_bytes / 1e9, 2),
+            weights_gb=rounded(self.engine.runner.weight_bytes / 1e9, 2),
+        )
+
+
+STAMPED = ("dtype", "attention", "overlap", "max_decode_steps", "max_num_seqs", "max_batch_tokens")
+MEASURES: dict[str, Callable[[EngineBench], None]] = {
+    "decode": EngineBench.decode,
+    "prefill": EngineBench.prefill,
+    "throughput": EngineBench.throughput,
+}
+
+
+def run_context(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
+    """`octavo bench context`: a model with as many positions as the prompt needs."""
+    if rest:
+        raise ValueError(f"bench context takes no arguments besides flags, got {rest}")
+    flag = flag_values(values)
+    needed = flag["tokens"] + flag["generated"]
+    engine = replace(settings(config, values), max_num_seqs=1, max_model_len=needed)
+    if engine.warmup == AUTO:  # the prompt meets every size of program, and is run only once
+        engine = replace(engine, warmup="all")
+    with ExitStack() as stack:
+        if engine.load_format == "dummy":
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            engine = replace(engine, model=stretched(engine.model, needed, Path(folder)))
+        bench = EngineBench(engine, values)
+        bench.context()
+        bench.finish()
+    return 0
+
+
+def stretched(model: str, positions: int, folder: Path) -> str:
+    """A copy of a shape with at least so many positions; its path."""
+    shape = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    shape["max_position_embeddings"] = max(positions, shape["max_position_embeddings"])
+    target = folder / Path(model).name
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    return str(target)
+
+
+def steady_gaps(times: list[tuple[float, int]], rows: int) -> list[float]:
+    """Seconds a decode step, of the dispatches in which all of `rows` rows decoded.
+
+    The first two are left out: one follows a prefill, one the turn to several steps a dispatch.
+    """
+    gaps = [
+        (after - before) / (tokens // rows)
+        for (before, _), (after, tokens) in pairwise(times)
+        if tokens and tokens % rows == 0
+    ]
+    return gaps[2:]
+
+
+def model_cost(engine: Any) -> ModelCost:
+    """The cost of an engine's model, from its parameters' specifications and cache layout."""
+    runner = engine.runner
+    config = engine.model_config
+    itemsize = {"float32": 4}.get(config.dtype, 2)
+    head = config.vocab_size * config.hidden_size
+    return ModelCost(
+        config,
+        runner.weight_bytes_streamed,
+        runner.weight_bytes_streamed // itemsize - head,
+        head,
+        runner.layout.page_bytes // runner.layout.page_size,
+    )

@@ -1,0 +1,131 @@
+"""`octavo bench startup`: from process start to the first token, with nothing compiled and again.
+
+Each start is a process of its own. `cold` begins with an empty artefact folder; `warm` finds what
+the cold one left. A timeline line gives the seconds at which each stage had ended:
+
+import    Python and the engine's modules
+device    jax has met its devices
+weights   parameters are on the device
+engine    cache allocated, sizes settled
+programs  with --warmup=all, every program compiled or loaded
+first     first token of a --prompt token prompt
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from absl import flags
+
+from octavo.bench import engine as engine_bench
+from octavo.bench.report import Results, flag_values, rounded
+from octavo.serve.config import EngineConfig
+from octavo.serve.configfile import LoadedConfig
+
+STAGES = ("import", "device", "weights", "engine", "programs", "first")
+HELP = """[--flags]
+
+  --prompt=128            tokens of the first prompt
+  --starts=cold,warm      in this order
+  --limit=540             seconds a start may take
+  --out=FILE --label=TEXT --date"""
+
+
+def define(values: flags.FlagValues) -> None:
+    """The command's flags, beside the engine's settings."""
+    number, text = flags.DEFINE_integer, flags.DEFINE_string
+    number("prompt", 128, "prompt tokens", lower_bound=1, flag_values=values)
+    flags.DEFINE_list("starts", ["cold", "warm"], "cold, warm", flag_values=values)
+    number("limit", 540, "seconds a start", lower_bound=1, flag_values=values)
+    text("out", "", "file to append to", flag_values=values)
+    text("label", "", "what is measured", flag_values=values)
+    text("date", "", "written into the lines", flag_values=values)
+
+
+def run(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
+    """Start the engine as often as --starts says."""
+    flag = flag_values(values)
+    starts = flag["starts"]
+    if rest or not set(starts) <= {"cold", "warm"}:
+        raise ValueError(f"starts must be cold or warm, not {rest or starts}")
+    engine = engine_bench.settings(config, values)
+    results = Results(
+        flag["out"],
+        flag["date"],
+        label=flag["label"],
+        model=os.path.basename(engine.model),
+        warmup=engine.warmup,
+    )
+    with tempfile.TemporaryDirectory() as empty:
+        if "cold" in starts:
+            engine = replace(engine, artefact_dir=empty)
+        for kind in starts:
+            timeline = start_once(engine, flag["prompt"], flag["limit"])
+            results.say(what="startup", start=kind, **timeline)
+    results.table(("start", *(f"{name}_s" for name in STAGES), "compiled", "loaded"))
+    return 0
+
+
+def start_once(config: EngineConfig, prompt: int, limit: int) -> dict[str, Any]:
+    """The timeline of one start in a process of its own; RuntimeError if it fails."""
+    begun = time.time()
+    order = json.dumps({"begun": begun, "prompt": prompt, "config": asdict(config)})
+    command = [sys.executable, "-m", "octavo.bench.startup"]
+    done = subprocess.run(
+        command, input=order, capture_output=True, text=True, timeout=limit, check=False
+    )
+    if done.returncode:
+        raise ValueError(f"the engine did not start: {done.stderr.strip()[-500:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """The started process: reads its order from standard input, prints its timeline."""
+    order = json.load(sys.stdin)
+    ends: dict[str, float] = {}
+
+    def ended(stage: str) -> None:
+        ends[f"{stage}_s"] = rounded(time.time() - order["begun"]) or 0.0
+
+    import jax
+
+    from octavo.sampling.params import SamplingParams
+    from octavo.serve import devices, launch
+    from octavo.serve.types import Request
+
+    ended("import")
+    config = EngineConfig(**order["config"])
+    devices.configure_xla()
+    jax.devices()
+    ended("device")
+    checkpoint = launch.load(config)
+    jax.block_until_ready(checkpoint.params)
+    ended("weights")
+    engine = launch.assemble(config, checkpoint, serving=True)
+    ended("engine")
+    if config.warmup == "all":
+        keys = engine.runner.builder.warmup_keys()
+        engine.runner.programs.warm(keys, workers=os.cpu_count() or 1)
+    ended("programs")
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    ids = tuple(range(1, 1 + order["prompt"]))
+    vocab = engine.model_config.vocab_size
+    engine.add(Request("first", tuple(i % vocab for i in ids), params))
+    while not any(event.token_ids for event in engine.step()):
+        pass
+    ended("first")
+    while engine.has_work():
+        engine.step()
+    stats = engine.runner.programs.stats
+    ends |= {"compile_s": rounded(stats.compile_seconds) or 0.0}
+    ends |= {"load_s": rounded(stats.load_seconds) or 0.0}
+    print(json.dumps({**ends, "compiled": stats.compiled, "loaded": stats.loaded}))
+
+
+if __name__ == "__main__":
+    main()

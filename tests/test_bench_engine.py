@@ -1,0 +1,174 @@
+"""`octavo bench` on the engine: floors by hand, steady steps, a tiny model end to end, stages."""
+
+import json
+import sys
+
+import pytest
+from family_data import FOLDER
+from tiny import ARTEFACTS, tiny_config
+
+from octavo.bench import engine, kernel, stages
+from octavo.bench.floors import Ceilings, ModelCost
+from octavo.serve import cli
+
+GGUF = FOLDER.parent / "gguf" / "tiny-llama-q8_0.gguf"
+SIZES = [
+    "--max_num_seqs=2",
+    "--max_batch_tokens=32",
+    "--max_model_len=128",
+    "--num_pages=20",
+    f"--artefact_dir={ARTEFACTS}",
+]
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_floors_are_bytes_over_rate_or_operations_over_rate():
+    device = Ceilings(read=100.0, matrix=1000.0)
+    cost = ModelCost(tiny_config(), weight_bytes=200, weights=90, head=10, token_bytes=4)
+    assert cost.decode_floor(device, 1, 50.0) == pytest.approx(2.0 + 2.0)
+    assert cost.decode_floor(device, 20, 50.0) == pytest.approx(4.0 + 40.0)
+    # 2 layers, 4 heads of 8: 4 operations a key that a query sees.
+    assert cost.attention_operations(3) == 2 * 4 * 4 * 8 * 6
+    assert cost.prefill_floor(device, 3) == pytest.approx((540 + 20 + 1536) / 1000)
+
+
+def test_a_window_bounds_the_attention_floor():
+    config = tiny_config(
+        architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=2
+    )
+    cost = ModelCost(config, 1, 1, 1, 1)
+    assert cost.attention_operations(5) == 2 * 4 * 4 * 8 * (1 + 2 * 4)
+
+
+def test_steady_gaps_leave_out_prefill_partial_steps_and_the_turn():
+    times = [(0.0, 0), (1.0, 0), (3.0, 2), (3.5, 2), (4.5, 4), (5.5, 4), (5.75, 1), (6.0, 0)]
+    assert engine.steady_gaps(times, 2) == [0.5, 0.5]
+
+
+def test_a_tiny_engine_is_measured(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    mix = tmp_path / "mix.json"
+    mix.write_text('{"seed": 1, "prompt_lens": [5, 9], "output_lens": [3, 4], "gaps": [1, 1]}')
+    code = cli.main(
+        [
+            *("bench", "decode", "prefill", "throughput", f"--model={GGUF}", f"--out={out}"),
+            *("--load_format=auto", "--dtype=float32", "--rows=1,2", "--prompt=6"),
+            *("--generated=40", "--prompts=8", "--repeats=1", f"--workload={mix}", *SIZES),
+        ]
+    )
+    assert code == 0
+    lines = lines_of(out)
+    assert [line["what"] for line in lines] == [
+        *("start", "decode", "decode", "prefill", "throughput", "throughput"),
+        *("throughput_median", "programs"),
+    ]
+    assert [line["rows"] for line in lines[1:3]] == [1, 2]
+    assert all(line["ms"] > 0 and "share" not in line for line in lines[1:4])
+    assert [line["warm"] for line in lines[4:6]] == [False, True]
+    assert lines[5]["out_tokens"] == 7
+    assert lines[0]["model"] == GGUF.name
+    assert lines[0]["max_num_seqs"] == 2
+    assert "output_tok_s" in capsys.readouterr().err
+
+
+def test_one_long_prompt_on_random_weights(tmp_path):
+    """The shape's 64 positions are stretched to what is asked."""
+    out = tmp_path / "out.jsonl"
+    shape = FOLDER / "llama_tied"
+    given = [f"--model={shape}", f"--out={out}", "--dtype=float32", "--max_batch_tokens=32"]
+    store = f"--artefact_dir={ARTEFACTS}"
+    args = ["--tokens=300", "--generated=40", "--num_pages=60", "--warmup=lazy", store, *given]
+    assert cli.main(["bench", "context", *args]) == 0
+    context = lines_of(out)[1]
+    assert (context["what"], context["prompt"]) == ("context", 300)
+    assert context["prefill_s"] > 0 < context["decode_ms"]
+
+
+def test_a_start_is_timed_stage_by_stage(tmp_path):
+    out = tmp_path / "out.jsonl"
+    args = [f"--model={GGUF}", "--load_format=auto", "--dtype=float32", "--prompt=4", *SIZES]
+    assert cli.main(["bench", "startup", "--starts=warm", f"--out={out}", *args]) == 0
+    (line,) = lines_of(out)
+    from octavo.bench.startup import STAGES
+
+    ends = [line[f"{stage}_s"] for stage in STAGES]
+    assert ends == sorted(ends)
+    assert ends[0] > 0
+    assert line["start"] == "warm"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["decode", "serve"], "'serve' is none of"),
+        (["context", "decode"], "no arguments"),
+        (["startup", "--starts=hot"], "cold or warm"),
+        (["kernel", "matmul"], "'matmul' is none of"),
+        (["all", "--only=decode,x"], "'x' is none of"),
+    ],
+)
+def test_bad_words_are_one_line(args, words, capsys):
+    assert cli.main(["bench", *args]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"octavo bench {args[0]}: ")
+    assert words in line
+
+
+# Stages ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """Two stages of shell commands in place of benchmarks; returns what they ran."""
+    ran = []
+
+    def bounded(command, start):
+        stage = command[command.index("bench") + 1]
+        ran.append(stage)
+        if stage == "slow":
+            raise TimeoutError("longer than 540 s")
+        return int(stage == "bad")
+
+    monkeypatch.setattr(stages, "bounded", bounded)
+    names = ("good", "bad", "slow")
+    monkeypatch.setattr(stages, "STAGES", tuple(stages.Stage(n, (n,)) for n in names))
+    return ran
+
+
+def test_stages_that_ended_well_are_not_run_again(tmp_path, staged, monkeypatch):
+    run = ["bench", "all", f"--results={tmp_path}"]
+    assert cli.main(run) == 1
+    assert cli.main(run) == 1
+    assert staged == ["good", "bad", "slow", "bad", "slow"]
+    assert cli.main([*run, "--only=good", "--redo"]) == 0
+    assert staged[-1] == "good"
+    monkeypatch.setattr(stages, "source_digest", lambda: "other code")
+    assert cli.main([*run, "--only=good"]) == 0
+    assert len(staged) == 7
+    (path,) = tmp_path.glob("slow_*.jsonl")
+    assert [line["problem"] for line in lines_of(path)] == ["longer than 540 s"] * 2
+
+
+def test_a_stage_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(stages, "LIMIT_SECONDS", 0)
+    with pytest.raises(TimeoutError):
+        stages.bounded([sys.executable, "-c", "import time; time.sleep(60)"], -1e9)
+
+
+def test_stage_names_flags_and_devices():
+    assert stages.slug("NVIDIA H200") == "h200"
+    assert stages.slug("AMD EPYC 9B14") == "amd_epyc_9b14"
+    from octavo.bench.commands import COMMANDS
+
+    assert all(stage.args[0] in COMMANDS for stage in stages.STAGES)
+
+
+def test_a_scripts_lines_are_kept(tmp_path, capfd):
+    out = tmp_path / "kernels.jsonl"
+    code = "print('{\"a\": 1}'); print('note'); raise SystemExit(3)"
+    assert kernel.tee([sys.executable, "-c", code], str(out)) == 3
+    assert lines_of(out) == [{"a": 1}]
+    assert "note" in capfd.readouterr().out
