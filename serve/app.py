@@ -4,11 +4,13 @@ import logging
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from octavo.serve import errors, routes_openai, routes_ops
 from octavo.serve.context import ServerContext, context_of
 from octavo.serve.errors import ApiError, ClientGone
+from octavo.serve.gate import Gate
 
 # No client sees this; it is what proxies log for a client that hung up.
 CLIENT_CLOSED_REQUEST = 499
@@ -27,19 +29,22 @@ def create_app(context: ServerContext) -> FastAPI:
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
+    app.add_middleware(Gate, context=context)
+    if context.config.cors_origins:
+        # Around the gate: a browser's preflight brings no key, and reads refusals too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=context.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after"],
+        )
     return app
-
-
-def _respond(request: Request, error: ApiError) -> Response:
-    context_of(request).recorder.responses[error.status] += 1
-    return Response(
-        error.body(), error.status, headers=error.headers(), media_type="application/json"
-    )
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _respond(request, error)
+    return context_of(request).respond(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -47,7 +52,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = _respond(request, ApiError(error.status_code, message, kind=kind))
+    refusal = ApiError(error.status_code, message, kind=kind)
+    response = context_of(request).respond(refusal)
     response.headers.update(error.headers or {})
     return response
 
@@ -58,4 +64,4 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     """A failure of ours; the traceback goes to the log, its kind to the client."""
-    return _respond(request, errors.internal(f"internal error: {type(error).__name__}"))
+    return context_of(request).respond(errors.internal(f"internal error: {type(error).__name__}"))

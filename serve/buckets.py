@@ -21,6 +21,11 @@ class Bucket:
         """Whether every row of the bucket holds one token."""
         return self.max_query_len == 1
 
+    @property
+    def label(self) -> str:
+        """Kind and token places, for metrics: pages and rows pad no tokens."""
+        return f"{'decode' if self.is_decode else 'mixed'}-{self.tokens}"
+
 
 @dataclass(frozen=True)
 class Buckets:

@@ -260,7 +260,7 @@ class EngineClient:
 
 def _refusal(message: Rejected) -> ApiError:
     if message.reason == "full":
-        return errors.overloaded(message.message)
+        return errors.overloaded(message.message, message.retry_after)
     if message.reason == "invalid":
         return errors.invalid(message.message)
     return errors.internal(message.message)

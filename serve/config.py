@@ -55,6 +55,10 @@ class EngineConfig:
         5.0, "a waiting request gains a priority level each such period"
     )
     max_waiting: int = setting(4096, "requests that may wait for admission")
+    max_waiting_tokens: int = setting(0, "prompt tokens that may wait for admission; 0: no limit")
+    max_estimated_wait: float = setting(
+        0.0, "seconds that a request may have to wait for admission by estimate; 0: no limit"
+    )
     warmup: str = setting(
         AUTO, "all: compile all at start; lazy: at first use; auto: all in a GPU server, else lazy"
     )
@@ -81,6 +85,8 @@ class EngineConfig:
         _in_range(self, "max_decode_steps", 1, 64)
         _auto_or_int(self, "decode_wait_ms", 0, 60_000)
         _in_range(self, "max_waiting", 1, 1 << 20)
+        _in_range(self, "max_waiting_tokens", 0, 1 << 40)
+        _in_range(self, "max_estimated_wait", 0, 86400)
         _in_range(self, "kv_fraction", 0.01, 1.0)
         _in_range(self, "ageing_seconds", 0.001, 1e6)
         if self.seed is not None:
@@ -104,7 +110,14 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on, 0 .. 65535; 0 picks a free one")
     served_model_name: tuple[str, ...] = setting((), "names clients may use; empty: the model's")
-    api_key: str = setting("", "clients must send it as a bearer token; empty: no key")
+    api_key: str = setting("", "clients must send it; empty: OCTAVO_API_KEY, if that is set")
+    api_key_file: str = setting(
+        "", "keys, a line each: name:key[:requests_per_minute[:concurrency]]; read anew on change"
+    )
+    cors_origins: tuple[str, ...] = setting((), "origins whose pages may call, or *; empty: none")
+    tls_cert: str = setting("", "certificate chain (PEM) to serve HTTPS with; empty: plain HTTP")
+    tls_key: str = setting("", "private key (PEM) of tls_cert")
+    otlp_endpoint: str = setting("", "OTLP/HTTP collector that traces go to; empty: no traces")
     drain_seconds: float = setting(30.0, "after SIGTERM, time for running requests to end")
     request_timeout: float = setting(0.0, "seconds a request may take in all; 0: no limit")
     max_body_bytes: int = setting(16 << 20, "largest request body in bytes")
@@ -118,6 +131,10 @@ class ServerConfig:
         _in_range(self, "request_timeout", 0, 86400)
         _in_range(self, "max_body_bytes", 1024, 1 << 30)
         _in_range(self, "watchdog_seconds", 0.1, 86400)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key must be given together")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_endpoint must be an http(s) address, not {self.otlp_endpoint}")
         _one_of(self, "log_level", ("debug", "info", "warning", "error"))
 
 

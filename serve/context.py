@@ -1,21 +1,23 @@
-"""What the routes share: settings, the engine client, the tokenizer, and who may come in."""
+"""What the routes share: settings, the engine client, the tokenizer, keys, metrics, traces."""
 
 import hashlib
-import hmac
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from octavo.serve import errors
+from octavo.serve.auth import KeyRing
 from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
 from octavo.serve.metrics import Recorder, ServerCollector
 from octavo.serve.prompts import PromptEncoder, Tokenizer
+from octavo.serve.timing import Visit
+from octavo.serve.tracing import Tracing, tracing_to
 from octavo.serve.wire import Ready
 
 TOKENIZER_THREADS = 2
@@ -29,6 +31,8 @@ class ServerContext:
         names: model names clients may use; the first is the one answers carry.
         encoder, table: set by `attach_tokenizer` once the tokenizer is loaded.
         draining: no new requests are taken.
+        keys: API keys and their use.
+        tracing: where spans go; None without otlp_endpoint.
         fingerprint: version and settings of what answers, for system_fingerprint.
     """
 
@@ -49,7 +53,10 @@ class ServerContext:
         self.fingerprint = f"octavo-{self.version}-{self.config_hash}"
         self.executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self.encoder = PromptEncoder(None, self.executor)
-        self.collector = ServerCollector(self.recorder, self.names[0])
+        self.keys = KeyRing(self.config)
+        self.collector = ServerCollector(self.recorder, self.keys, self.names[0])
+        endpoint = self.config.otlp_endpoint
+        self.tracing: Tracing | None = tracing_to(endpoint) if endpoint else None
 
     def attach_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Take the loaded tokenizer, or None for a model without one."""
@@ -80,14 +87,18 @@ class ServerContext:
         assert self.client.ready is not None
         return self.client.ready
 
-    def check_key(self, request: Request) -> None:
-        """ApiError 401 unless the request carries the API key, if one is set."""
-        if not self.config.api_key:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if scheme.lower() == "bearer" else b""
-        if not hmac.compare_digest(given, self.config.api_key.encode()):
-            raise errors.unauthorized()
+    def respond(self, error: ApiError) -> Response:
+        """The answer to a request that failed, counted."""
+        self.recorder.responses[error.status] += 1
+        return Response(
+            error.body(), error.status, headers=error.headers(), media_type="application/json"
+        )
+
+    def close(self) -> None:
+        """Stop the threads, send the last spans."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 for a model that isn't served; none means the one that is."""
@@ -98,6 +109,11 @@ class ServerContext:
 def context_of(request: Request) -> ServerContext:
     """The context of the app that handles `request`."""
     return request.app.state.context
+
+
+def visit_of(request: Request) -> Visit:
+    """The visit that the gate began for `request`."""
+    return request.state.visit
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -191,12 +191,12 @@ class CoreLoop:
         )
 
     def _add(self, identity: bytes, requests: list[Request]) -> None:
-        reason, text = "", ""
+        reason, text, retry_after = "", "", 1.0
         for request in requests:
             try:
                 self._engine.add(request)
             except QueueFull as error:
-                reason, text = "full", str(error)
+                reason, text, retry_after = "full", str(error), error.retry_after
             except ValueError as error:
                 reason, text = "invalid", str(error)
             except Exception as error:
@@ -209,7 +209,7 @@ class CoreLoop:
             return
         for request in requests:
             self._abort(request.request_id)
-        self._send(identity, Rejected([r.request_id for r in requests], reason, text))
+        self._send(identity, Rejected([r.request_id for r in requests], reason, text, retry_after))
 
     def _abort(self, request_id: str) -> None:
         if self._owners.pop(request_id, None) is None:

@@ -20,6 +20,7 @@ from octavo.serve.inflight import InFlight
 from octavo.serve.pace import DecodePace
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler
+from octavo.serve.step_clock import StepClock
 from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatch, TokenEvent
 
 log = logging.getLogger("octavo.engine")
@@ -62,7 +63,7 @@ class Engine:
         self._clock = clock
         self._seeds = np.random.default_rng(seed)
         self._in_flight: InFlight | None = None
-        self._last_read: float | None = None
+        self._steps = StepClock()
         self._pace = DecodePace(decode_wait, scheduler.config.max_decode_steps)
 
     def add(self, request: Request) -> None:
@@ -104,7 +105,7 @@ class Engine:
 
     def _step(self) -> list[TokenEvent]:
         batch = self.scheduler.schedule(self._clock(), self._pace.steps())
-        dispatched = self.runner.dispatch(batch) if batch else None
+        dispatched = self._dispatch(batch) if batch else None
         ready = dispatched
         if self._overlap:
             ready, self._in_flight = self._in_flight, dispatched
@@ -112,14 +113,19 @@ class Engine:
             return []
         results = ready.read()
         now = self._clock()
-        self._note_time(ready.batch, now, more=dispatched is not None)
-        return self.scheduler.commit(ready.batch, results, now)
+        seconds = self._steps.answered(ready.batch, now)
+        if ready.batch.is_decode:
+            self._pace.note(seconds, ready.batch.num_steps)
+        events = self.scheduler.commit(ready.batch, results, now)
+        if self._in_flight is None:
+            self._steps.rest(now, live=self.scheduler.has_work())
+        return events
 
-    def _note_time(self, batch: ScheduledBatch, now: float, *, more: bool) -> None:
-        """Between two answers of a busy device lies the time of the later one's dispatch."""
-        if self._last_read is not None and batch.is_decode:
-            self._pace.note(now - self._last_read, batch.num_steps)
-        self._last_read = now if more else None
+    def _dispatch(self, batch: ScheduledBatch) -> InFlight:
+        dispatched = self.runner.dispatch(batch)
+        late = self._in_flight is not None and self._in_flight.done
+        self._steps.dispatched(batch, self._clock(), late=late)
+        return dispatched
 
     def recover(self, reason: str) -> list[TokenEvent]:
         """After an exception in `step`: fail every request, start from an empty cache."""
@@ -127,6 +133,7 @@ class Engine:
         for request_id in failed:
             self.scheduler.abort(request_id, FINISH_ERROR)
         self._in_flight = None
+        self._steps.rest(self._clock(), live=False)
         self.scheduler.reset()
         self.runner.reset_device_state()
         log.error("engine recovered; %d requests failed: %s", len(failed), reason)
@@ -144,8 +151,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges since start."""
         stats = self.scheduler.stats()
-        stats.real_tokens = self.runner.waste.real
-        stats.padded_tokens = self.runner.waste.padded
+        stats.padding = dict(self.runner.padding)
+        stats.step_seconds = self._steps.seconds
+        stats.step_tokens = self._steps.tokens
+        stats.idle_seconds = self._steps.idle_seconds
+        stats.late_dispatches = self._steps.late_dispatches
         stats.compiles_after_warmup = self.runner.programs.stats.after_seal
         return stats
 

@@ -1,5 +1,6 @@
 """Failures as the OpenAI API words them: {"error": {message, type, param, code}}."""
 
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -93,14 +94,14 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"the request body is larger than {limit} bytes", code="body_too_large")
 
 
-def overloaded(message: str) -> ApiError:
-    """429: the queue is full."""
+def overloaded(message: str, retry_after: float) -> ApiError:
+    """429: the queue, or what the caller's key may use, is full for `retry_after` seconds."""
     return ApiError(
         429,
         f"the server is at its limit: {message}",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
-        retry_after=1,
+        retry_after=max(1, ceil(retry_after)),
     )
 
 

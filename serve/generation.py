@@ -1,18 +1,21 @@
 """One generating HTTP request: its samples, from engine events to answer objects or SSE bytes."""
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.serve import errors, responses
 from octavo.serve.client import Call, EngineClient
 from octavo.serve.detokenize import Detokenizer, TokenTable
-from octavo.serve.errors import ApiError
+from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
 from octavo.serve.prompts import Prompt
-from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
+from octavo.serve.timing import SampleTimes, Visit
+from octavo.serve.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Wanted:
         echo: completions repeat the prompt before the text.
         token_ids: report token ids beside the text.
         usage: a stream ends with a usage event.
+        timing: usage says where the time went.
     """
 
     chat: bool = False
@@ -34,6 +38,7 @@ class Wanted:
     echo: bool = False
     token_ids: bool = False
     usage: bool = False
+    timing: bool = False
 
 
 @dataclass(slots=True)
@@ -44,7 +49,7 @@ class Choice:
     prompt: Prompt
     request: Request
     sample: SampleOutput
-    last_time: float
+    times: SampleTimes
     parts: list[str] = field(default_factory=list)
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: str | None = None
@@ -65,13 +70,14 @@ class Generation:
         table: TokenTable | None,
         identity: responses.Identity,
         wanted: Wanted,
+        visit: Visit | None = None,
     ) -> None:
         self._client = client
         self._recorder = recorder
         self._table = table
         self._identity = identity
         self._wanted = wanted
-        self._started = time.monotonic()
+        self._visit = visit or Visit()
         self._running: dict[str, Choice] = {}
         self._writers: list[responses.ChunkWriter] = []
         self._greeted: set[int] = set()
@@ -82,7 +88,8 @@ class Generation:
         """One more sample; index is the order of adding."""
         track = self._wanted.logprobs is not None or self._wanted.token_ids
         sample = SampleOutput(request.params, self._table, track=track, eos_ids=request.eos_ids)
-        choice = Choice(len(self.choices), prompt, request, sample, self._started)
+        times = self._visit.sample(len(prompt.ids))
+        choice = Choice(len(self.choices), prompt, request, sample, times)
         self.choices.append(choice)
 
     def start(self) -> Call:
@@ -90,7 +97,7 @@ class Generation:
         for choice in self.choices:
             params = choice.request.params
             if params.max_tokens == 0 and params.prompt_logprobs is None:
-                choice.finish_reason = FINISH_LENGTH
+                choice.finish_reason = choice.times.finish_reason = FINISH_LENGTH
             else:
                 self._running[choice.request.request_id] = choice
         self.call = self._client.submit([c.request for c in self._running.values()])
@@ -99,13 +106,30 @@ class Generation:
     async def collect(self) -> None:
         """Run to the end, filling the choices; ApiError when a sample fails."""
         assert self.call is not None
-        try:
+        with self._accounted():
             while self._running:
                 for event in await self.call.next():
                     for choice, delta in self._advance(event):
                         self._keep(choice, delta)
-        finally:
+
+    @contextmanager
+    def _accounted(self) -> Iterator[None]:
+        """Whatever happens inside, nothing runs on after it, and how samples ended is counted."""
+        assert self.call is not None
+        try:
+            yield
+        except BaseException as error:
+            reason = _ended_by(error)
+            for choice in self._running.values() if reason else ():
+                self._settle(choice, reason or "")
+            self._running.clear()
             self.call.close()
+            raise
+
+    def _settle(self, choice: Choice, reason: str) -> None:
+        choice.finish_reason = choice.times.finish_reason = reason
+        choice.times.completion_tokens = choice.sample.completion_tokens
+        self._recorder.ended(self._visit, choice.times)
 
     def _keep(self, choice: Choice, delta: Delta) -> None:
         if delta.finish_reason == FINISH_ERROR:
@@ -118,11 +142,11 @@ class Generation:
         assert self.call is not None
         if not self._running:
             return []
-        events = await self.call.next()
-        failed = [event for event in events if event.finish_reason == FINISH_ERROR]
-        if failed and not any(event.token_ids for event in events):
-            self.call.close()
-            raise errors.internal(failed[0].error or "the sample failed")
+        with self._accounted():
+            events = await self.call.next()
+            failed = [event for event in events if event.finish_reason == FINISH_ERROR]
+            if failed and not any(event.token_ids for event in events):
+                raise errors.internal(failed[0].error or "the sample failed")
         return events
 
     async def stream(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
@@ -139,7 +163,7 @@ class Generation:
         opening = b"".join(self._greet(c) + self._last(c, Delta(), c.finish_reason) for c in done)
         if opening:
             yield opening
-        try:
+        with self._accounted():
             while self._running:
                 body, error = self._render_all(events)
                 if body:
@@ -148,8 +172,6 @@ class Generation:
                     raise error
                 if self._running:
                     events = await self.call.next()
-        finally:
-            self.call.close()
         yield (self._usage_event() if with_usage else b"") + responses.SSE_DONE
 
     def _advance(self, event: TokenEvent) -> list[tuple[Choice, Delta]]:
@@ -157,7 +179,7 @@ class Generation:
         choice = self._running.get(event.request_id)
         if choice is None:
             return []
-        self._time(choice, len(event.token_ids))
+        self._time(choice, event)
         deltas = choice.sample.push(event)
         reason = choice.sample.finish_reason
         if reason is not None:
@@ -165,22 +187,18 @@ class Generation:
             assert self.call is not None
             if choice.sample.ended_early:
                 self.call.finish(event.request_id)
-            choice.finish_reason = reason
             choice.stop_reason = deltas[-1].stop_reason
-            self._recorder.ended(
-                reason, self._started, len(choice.prompt.ids), choice.sample.completion_tokens
-            )
+            self._settle(choice, reason)
         return [(choice, delta) for delta in deltas]
 
-    def _time(self, choice: Choice, count: int) -> None:
-        if not count:
-            return
+    def _time(self, choice: Choice, event: TokenEvent) -> None:
         now = time.monotonic()
-        elapsed, choice.last_time = now - choice.last_time, now
-        if choice.sample.completion_tokens:
-            self._recorder.inter_token.observe(elapsed / count)
-        else:
-            self._recorder.time_to_first_token.observe(elapsed)
+        since = choice.times.note(event, now)
+        count = len(event.token_ids)
+        if count and choice.sample.completion_tokens:
+            self._recorder.inter_token.observe(since / count, count)
+        elif count:
+            self._recorder.time_to_first_token.observe(now - self._visit.arrived)
 
     def _render_all(self, events: list[TokenEvent]) -> tuple[bytes, ApiError | None]:
         """Bytes of the events up to the first that failed its sample, and that failure."""
@@ -265,11 +283,15 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """Tokens of the whole request: each prompt once, every sample's output."""
         firsts = {id(c.prompt): c for c in reversed(self.choices)}.values()
-        return responses.usage(
+        cached = sum(c.sample.cached_tokens for c in firsts)
+        usage = responses.usage(
             sum(len(c.prompt.ids) for c in firsts),
             sum(c.sample.completion_tokens for c in self.choices),
-            sum(c.sample.cached_tokens for c in firsts),
+            cached,
         )
+        if self._wanted.timing:
+            usage["timing"] = self._visit.report(cached)
+        return usage
 
     def _usage_event(self) -> bytes:
         kind = "chat.completion.chunk" if self._wanted.chat else "text_completion"
@@ -334,6 +356,14 @@ class Generation:
                 self._table,
             )
         return extras
+
+
+def _ended_by(error: BaseException) -> str | None:
+    """How samples ended that still ran at `error`; None if the engine had not taken them."""
+    if isinstance(error, ApiError) and error.status != 408:
+        return FINISH_ERROR if error.status >= 500 else None
+    expected = ApiError | ClientGone | asyncio.CancelledError | GeneratorExit
+    return FINISH_ABORT if isinstance(error, expected) else FINISH_ERROR
 
 
 def echo_pieces(prompt: Prompt, table: TokenTable, skip: bool) -> tuple[str, list[str]]:

@@ -32,6 +32,11 @@ class InFlight:
     prompt_report: jax.Array | None = None
     prompt_top_n: int = 0
 
+    @property
+    def done(self) -> bool:
+        """Whether the device has certainly finished it; never waits."""
+        return self.report is not None and self.report.is_ready()
+
     def read(self) -> list[RowResult]:
         """Wait for the device and give each row of the batch its result, in order."""
         report = None if self.report is None else jax.device_get(self.report)

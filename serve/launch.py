@@ -115,6 +115,8 @@ def assemble(
             prefix_caching=config.prefix_caching,
             ageing_seconds=config.ageing_seconds,
             max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+            max_estimated_wait=config.max_estimated_wait,
             multi_step_when_waiting=not serving,
             cache_dtype=layout.dtype,
         )

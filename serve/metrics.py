@@ -1,15 +1,10 @@
-"""Prometheus metrics: vLLM's names where the meaning is the same, ours beside them.
-
-Histograms are plain lists here: prometheus_client's own take a lock and a linear search for each
-observation, which a token rate of 12,000/s can feel.
-"""
+"""Prometheus metrics: vLLM's names where the meaning is the same, ours beside them."""
 
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -19,52 +14,18 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from octavo.serve.auth import KeyRing
+from octavo.serve.histogram import Histogram
+from octavo.serve.queue import BOUNDS
+from octavo.serve.step_clock import STEP_BOUNDS
+from octavo.serve.step_clock import TOKEN_BOUNDS as STEP_TOKEN_BOUNDS
+from octavo.serve.timing import SampleTimes, Visit
 from octavo.serve.types import EngineStats
 
-TTFT_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.08,
-    0.16,
-    0.32,
-    0.64,
-    1.28,
-    2.56,
-    5,
-    10,
-    20,
-    40,
-    80,
-)
+TTFT_BUCKETS = tuple(0.01 * 2**i for i in range(-3, 14))
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
 E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-
-
-class Histogram:
-    """Counts by bucket. Observing costs one binary search."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Add one observation."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        """Write cumulative buckets into a family."""
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), total))
-        family.add_metric(labels, buckets, self._sum)
 
 
 class Recorder:
@@ -74,32 +35,54 @@ class Recorder:
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.inter_token = Histogram(ITL_BUCKETS)
         self.latency = Histogram(E2E_BUCKETS)
+        self.queue = Histogram(TTFT_BUCKETS)
+        self.prefill = Histogram(TTFT_BUCKETS)
+        self.decode = Histogram(E2E_BUCKETS)
+        self.inference = Histogram(E2E_BUCKETS)
         self.prompt_lengths = Histogram(TOKEN_BUCKETS)
         self.completion_lengths = Histogram(TOKEN_BUCKETS)
         self.finished: Counter[str] = Counter()
         self.responses: Counter[int] = Counter()
         self.disconnects = 0
 
-    def ended(
-        self, reason: str, started: float, prompt_tokens: int, completion_tokens: int
-    ) -> None:
-        """A sample ended; `started` is the monotonic time its request arrived."""
-        self.finished[reason] += 1
-        self.latency.observe(time.monotonic() - started)
-        self.prompt_lengths.observe(prompt_tokens)
-        self.completion_lengths.observe(completion_tokens)
+    def ended(self, visit: Visit, sample: SampleTimes) -> None:
+        """A sample ended; its numbers and finish reason are known."""
+        assert sample.finish_reason is not None
+        self.finished[sample.finish_reason] += 1
+        self.latency.observe(time.monotonic() - visit.arrived)
+        self.prompt_lengths.observe(sample.prompt_tokens)
+        self.completion_lengths.observe(sample.completion_tokens)
+        if sample.first:
+            self.queue.observe(sample.queue)
+            self.prefill.observe(sample.prefill)
+            self.decode.observe(sample.decode)
+            self.inference.observe(sample.prefill + sample.decode)
 
 
 _HISTOGRAMS = (
     ("vllm:time_to_first_token_seconds", "Arrival to first token.", "time_to_first_token"),
     ("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", "inter_token"),
     ("vllm:e2e_request_latency_seconds", "Arrival to the end of a sample.", "latency"),
+    ("vllm:request_queue_time_seconds", "Wait of a sample for admission.", "queue"),
+    ("vllm:request_prefill_time_seconds", "Admission to first token.", "prefill"),
+    ("vllm:request_decode_time_seconds", "First token to last.", "decode"),
+    ("vllm:request_inference_time_seconds", "Admission to last token.", "inference"),
     ("vllm:request_prompt_tokens", "Prompt tokens of a sample.", "prompt_lengths"),
     ("vllm:request_generation_tokens", "Generated tokens of a sample.", "completion_lengths"),
+)
+_STEP_HISTOGRAMS = (
+    ("octavo:step_time_seconds", "Time of an engine step.", "step_seconds", STEP_BOUNDS),
+    ("vllm:iteration_tokens_total", "Tokens of an engine step.", "step_tokens", STEP_TOKEN_BOUNDS),
 )
 _GAUGES = (
     ("vllm:num_requests_running", "Samples that hold a row.", "running"),
     ("vllm:num_requests_waiting", "Samples that wait for admission.", "waiting"),
+    ("octavo:waiting_prompt_tokens", "Prompt tokens that wait.", "waiting_tokens"),
+    (
+        "octavo:estimated_wait_seconds",
+        "Time until all that wait are admitted, at the rate of late.",
+        "estimated_wait",
+    ),
 )
 _COUNTERS = (
     ("vllm:num_preemptions", "Samples preempted and recomputed.", "preemptions"),
@@ -107,9 +90,17 @@ _COUNTERS = (
     ("vllm:generation_tokens", "Tokens generated.", "generated_tokens"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "cached_tokens"),
-    ("octavo:steps", "Engine steps.", "steps"),
-    ("octavo:step_tokens", "Token places computed that held a token.", "real_tokens"),
-    ("octavo:padding_tokens", "Token places computed that were padding.", "padded_tokens"),
+    ("octavo:steps", "Engine dispatches.", "steps"),
+    (
+        "octavo:device_idle_seconds",
+        "Time with live requests and certainly nothing on the device: a lower bound.",
+        "idle_seconds",
+    ),
+    (
+        "octavo:late_dispatches",
+        "Dispatches made after the device had run dry.",
+        "late_dispatches",
+    ),
     (
         "octavo:compiles_after_warmup",
         "Programs compiled after warm-up; should stay 0.",
@@ -119,58 +110,89 @@ _COUNTERS = (
 
 
 class ServerCollector(Collector):
-    """Turns a recorder and the engine's last report into metric families."""
+    """Turns a recorder, the keys' use and the engine's last report into metric families."""
 
-    def __init__(self, recorder: Recorder, model: str) -> None:
+    def __init__(self, recorder: Recorder, keys: KeyRing, model: str) -> None:
         self.stats = EngineStats()
         self.up = False
         self._recorder = recorder
-        self._model = model
+        self._keys = keys
+        self._labels, self._values = ["model_name"], [model]
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
-        labels, values = ["model_name"], [self._model]
+        stats, recorder = self.stats, self._recorder
         for name, text, field in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=labels)
-            gauge.add_metric(values, getattr(self.stats, field))
-            yield gauge
+            yield self._gauge(name, text, getattr(stats, field))
+        used = stats.pages_used / max(1, stats.pages_total)
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV pages in use, 0 to 1.", used)
+        yield self._gauge("octavo:engine_up", "1 while the engine serves.", int(self.up))
         for name, text, field in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=labels)
-            counter.add_metric(values, getattr(self.stats, field))
+            counter = CounterMetricFamily(name, text, labels=self._labels)
+            counter.add_metric(self._values, getattr(stats, field))
             yield counter
         for name, text, field in _HISTOGRAMS:
-            family = HistogramMetricFamily(name, text, labels=labels)
-            getattr(self._recorder, field).add_to(family, values)
-            yield family
-        yield from self._others(labels, values)
-
-    def _others(self, labels: list[str], values: list[str]) -> Iterator[Metric]:
-        used = self.stats.pages_used / max(1, self.stats.pages_total)
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "KV pages in use, 0 to 1.", labels=labels
-        )
-        usage.add_metric(values, used)
-        yield usage
-        up = GaugeMetricFamily("octavo:engine_up", "1 while the engine serves.", labels=labels)
-        up.add_metric(values, int(self.up))
-        yield up
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Samples ended.", labels=[*labels, "finished_reason"]
-        )
-        for reason in sorted({"stop", "length", "abort", "error", *self._recorder.finished}):
-            ended.add_metric([*values, reason], self._recorder.finished[reason])
-        yield ended
-        responses = CounterMetricFamily("octavo:http_errors", "Error answers.", labels=["status"])
-        for status, count in sorted(self._recorder.responses.items()):
-            responses.add_metric([str(status)], count)
-        yield responses
+            yield self._histogram(name, text, getattr(recorder, field))
+        for name, text, field, bounds in _STEP_HISTOGRAMS:
+            yield self._histogram(name, text, getattr(stats, field) or Histogram(bounds))
+        yield from self._by_label()
+        yield from self._by_key()
         gone = CounterMetricFamily("octavo:client_disconnects", "Clients that hung up.")
-        gone.add_metric([], self._recorder.disconnects)
+        gone.add_metric([], recorder.disconnects)
         yield gone
+
+    def _by_label(self) -> Iterator[Metric]:
+        """Counters that are split by something of a few values."""
+        stats, recorder = self.stats, self._recorder
+        reasons = {"stop", "length", "abort", "error", *recorder.finished}
+        ended = {reason: recorder.finished[reason] for reason in reasons}
+        yield self._split("vllm:request_success", "Samples ended.", "finished_reason", ended)
+        real = {bucket: tokens for bucket, (tokens, _) in stats.padding.items()}
+        padded = {bucket: tokens for bucket, (_, tokens) in stats.padding.items()}
+        text = "Token places computed that held a token."
+        yield self._split("octavo:step_tokens", text, "bucket", real)
+        text = "Token places computed that were padding."
+        yield self._split("octavo:padding_tokens", text, "bucket", padded)
+        refused: dict[str, int] = dict.fromkeys(BOUNDS, 0) | stats.refused
+        text = "Samples refused because the queue was at a bound."
+        yield self._split("octavo:requests_refused", text, "bound", refused)
+        statuses = {str(status): count for status, count in recorder.responses.items()}
+        yield self._split("octavo:http_errors", "Error answers.", "status", statuses)
+
+    def _by_key(self) -> Iterator[Metric]:
+        """What the holders of API keys use, by the key's name."""
+        uses = dict(self._keys.uses())
+        counts = {name: use.requests for name, use in uses.items()}
+        yield self._split("octavo:key_requests", "Requests let in.", "key", counts)
+        text = "Requests refused by the key's own limits."
+        yield self._split("octavo:key_refusals", text, "key", self._keys.refused)
+        running = GaugeMetricFamily(
+            "octavo:key_running", "Requests in progress.", labels=[*self._labels, "key"]
+        )
+        for name, use in sorted(uses.items()):
+            running.add_metric([*self._values, name], use.running)
+        yield running
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, text, labels=self._labels)
+        gauge.add_metric(self._values, value)
+        return gauge
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=self._labels)
+        family.add_metric(self._values, histogram.cumulative(), histogram.total)
+        return family
+
+    def _split(self, name: str, text: str, label: str, counts: dict[str, int]) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=[*self._labels, label])
+        for value, count in sorted(counts.items()):
+            counter.add_metric([*self._values, value], count)
+        return counter
 
 
 def exposition(collector: ServerCollector) -> bytes:
-    """The text format of all metrics."""
+    """The text format of all metrics, with those of the process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
+    ProcessCollector(registry=registry)
     return generate_latest(registry)

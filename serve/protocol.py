@@ -107,11 +107,13 @@ class SamplingBody(BaseModel):
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_timing: bool | None = None
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with a usage event."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+        """Whether the stream ends with a usage event: `usage` is where timing goes too."""
+        asked = self.stream_options and self.stream_options.include_usage
+        return bool(asked or self.return_timing)
 
 
 class CompletionBody(SamplingBody):

@@ -1,24 +1,47 @@
 """The bounded waiting queue, ordered by rank. No jax."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from octavo.serve.admission import PrefillRate
 from octavo.serve.request_state import RequestState, rank_of
+from octavo.serve.scheduler_config import SchedulerConfig
+
+BOUNDS = ("count", "tokens", "wait")
+MIN_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 60.0
 
 
 class QueueFull(RuntimeError):
-    """The waiting queue is at its bound; the caller should try again later."""
+    """The waiting queue is at a bound; the caller should try again later.
+
+    Attributes:
+        retry_after: seconds until there should be room.
+    """
+
+    def __init__(self, message: str, retry_after: float = MIN_RETRY_SECONDS) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class WaitingQueue:
     """Requests without a row, lowest rank first.
 
-    The bound holds for newcomers; a preempted request always finds its place again.
+    The bounds hold for newcomers; a preempted request always finds its place again, and a request
+    is never refused for its tokens or its wait when nobody else waits.
+
+    Attributes:
+        tokens: prompt tokens of those who wait.
+        rate: how fast prompts are computed.
+        refused: newcomers refused, by the bound that did it: "count", "tokens" or "wait".
     """
 
-    def __init__(self, bound: int) -> None:
-        self._bound = bound
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self._states: list[RequestState] = []
+        self.tokens = 0
+        self.rate = PrefillRate()
+        self.refused: dict[str, int] = dict.fromkeys(BOUNDS, 0)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -31,14 +54,53 @@ class WaitingQueue:
         """The request to admit next."""
         return self._states[0]
 
-    def refuse_if_full(self) -> None:
-        """Raise QueueFull when a newcomer has no place."""
-        if len(self._states) >= self._bound:
-            raise QueueFull(f"{len(self._states)} requests are waiting, the bound is {self._bound}")
+    def refuse_if_full(self, newcomer: RequestState, uncomputed: Callable[[], int]) -> None:
+        """Raise QueueFull when a newcomer has no place.
+
+        `uncomputed` counts the prompt tokens that running rows have yet to compute.
+        """
+        config, count = self._config, len(self._states)
+        if count >= config.max_waiting:
+            text = f"{count} requests are waiting, the bound is {config.max_waiting}"
+            raise self._full("count", text, self.first.prompt_len)
+        if not count:
+            return
+        excess = self.tokens + newcomer.prompt_len - config.max_waiting_tokens
+        if config.max_waiting_tokens and excess > 0:
+            text = (
+                f"{self.tokens} prompt tokens are waiting and this prompt has "
+                f"{newcomer.prompt_len}, the bound is {config.max_waiting_tokens}"
+            )
+            raise self._full("tokens", text, excess)
+        if config.max_estimated_wait:
+            self._refuse_long_wait(newcomer, uncomputed())
+
+    def estimated_wait(self, uncomputed: int) -> float:
+        """Seconds until all that wait now are computed; 0 when nobody waits or nothing is known."""
+        return (self.rate.seconds(uncomputed + self.tokens) or 0.0) if self._states else 0.0
+
+    def _refuse_long_wait(self, newcomer: RequestState, uncomputed: int) -> None:
+        most = self._config.max_estimated_wait
+        wait = self.rate.seconds(uncomputed + self.tokens)
+        if wait is None or wait <= most:
+            return
+        before = self._states[: bisect_left(self._states, newcomer.rank, key=rank_of)]
+        ahead = uncomputed + sum(state.prompt_len for state in before)
+        wait = self.rate.seconds(ahead)
+        if before and wait is not None and wait > most:
+            text = f"the wait would be about {wait:.3g} s, the bound is {most:g} s"
+            raise self._full("wait", text, max(1, int(ahead * (1 - most / wait))))
+
+    def _full(self, bound: str, text: str, excess: int) -> QueueFull:
+        """The refusal; it lasts for about as long as `excess` tokens take to compute."""
+        self.refused[bound] += 1
+        seconds = self.rate.seconds(excess) or 0.0
+        return QueueFull(text, min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
 
     def push(self, state: RequestState) -> None:
         """Put a request in its place."""
         insort(self._states, state, key=rank_of)
+        self.tokens += state.prompt_len
 
     def remove(self, state: RequestState) -> None:
         """Take a request out."""
@@ -46,3 +108,4 @@ class WaitingQueue:
         if index == len(self._states) or self._states[index] is not state:
             raise ValueError(f"request {state.request.request_id!r} is not waiting")
         del self._states[index]
+        self.tokens -= state.prompt_len

@@ -14,7 +14,13 @@ from octavo.sampling.params import SamplingParams
 from octavo.serve import errors, responses
 from octavo.serve import types as engine
 from octavo.serve.client import Call
-from octavo.serve.context import ServerContext, check_length, context_of, read_body
+from octavo.serve.context import (
+    ServerContext,
+    check_length,
+    context_of,
+    read_body,
+    visit_of,
+)
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.generation import Generation, Wanted
 from octavo.serve.prompts import Prompt, chat_options
@@ -55,7 +61,6 @@ def _schema(kind: type[CompletionBody | ChatBody]) -> dict[str, object]:
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     context = context_of(request)
-    context.check_key(request)
     ready = context.require_ready()
     body = parse_body(CompletionBody, await read_body(request, context.config.max_body_bytes))
     context.check_model(body.model)
@@ -66,6 +71,7 @@ async def completions(request: Request) -> Response:
         echo=bool(body.echo),
         token_ids=bool(body.return_token_ids),
         usage=body.include_usage,
+        timing=bool(body.return_timing),
     )
     _need_text(context, body, wanted)
     prompts = await context.encoder.completion(body)
@@ -77,7 +83,6 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    context.check_key(request)
     ready = context.require_ready()
     body = parse_body(ChatBody, await read_body(request, context.config.max_body_bytes))
     context.check_model(body.model)
@@ -88,6 +93,7 @@ async def chat_completions(request: Request) -> Response:
         prompt_logprobs=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
         usage=body.include_usage,
+        timing=bool(body.return_timing),
     )
     prompt = await context.encoder.chat(
         body.messages, chat_options(body), bool(body.add_special_tokens)
@@ -125,7 +131,9 @@ async def _generate(
     identity = responses.Identity(
         f"{kind}-{uuid.uuid4().hex}", int(time.time()), context.names[0], context.fingerprint
     )
-    job = Generation(context.client, context.recorder, context.table, identity, wanted)
+    job = Generation(
+        context.client, context.recorder, context.table, identity, wanted, visit_of(request)
+    )
     _add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id)
     call = job.start()
     guard = Guard(request, call, context)

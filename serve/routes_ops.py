@@ -35,7 +35,6 @@ def _card(context: ServerContext, name: str, ready: Ready) -> dict[str, object]:
 async def models(request: Request) -> Response:
     """The names this server answers to."""
     context = context_of(request)
-    context.check_key(request)
     ready = context.require_ready()
     cards = [_card(context, name, ready) for name in context.names]
     return _json({"object": "list", "data": cards})
@@ -45,7 +44,6 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """One of the names."""
     context = context_of(request)
-    context.check_key(request)
     ready = context.require_ready()
     if name not in context.names:
         raise unknown_model(name, context.names)
@@ -56,7 +54,6 @@ async def model(request: Request, name: str) -> Response:
 async def tokenize(request: Request) -> Response:
     """Ids of a text, or of a conversation rendered by the chat template."""
     context = context_of(request)
-    context.check_key(request)
     ready = context.require_ready()
     raw = await read_body(request, context.config.max_body_bytes)
     body = parse_body(TokenizeBody, raw, any_extra=True)
@@ -84,7 +81,6 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens spelled out."""
     context = context_of(request)
-    context.check_key(request)
     ready = context.require_ready()
     raw = await read_body(request, context.config.max_body_bytes)
     body = parse_body(DetokenizeBody, raw, any_extra=True)

@@ -43,6 +43,10 @@ class Rows:
             state.chain = self.index.chain(state.request.cache_salt)
         return self.index.lookup(state.chain, state.tokens) if state.may_hit else []
 
+    def uncomputed(self) -> int:
+        """Prompt tokens that running rows have yet to compute."""
+        return sum(len(s.tokens) - s.computed for s in self.running if not s.decoding)
+
     def fits(self, state: RequestState, hits: list[int]) -> bool:
         """Whether a slot and pages for all known tokens are there, with headroom.
 

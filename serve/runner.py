@@ -7,7 +7,6 @@ device executes dispatches in order, so the next batch may be dispatched before 
 import atexit
 import contextlib
 import weakref
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -30,16 +29,12 @@ SCORE_ROWS = 512
 """Hidden states whose logits exist at once while a text is scored."""
 
 
-@dataclass
-class Waste:
-    """Tokens computed, and how many of them were padding."""
-
-    real: int = 0
-    padded: int = 0
-
-
 class Runner:
-    """Runs batches. One per engine; not thread-safe."""
+    """Runs batches. One per engine; not thread-safe.
+
+    Attributes:
+        padding: token places computed, by bucket: those that held a token, and the padding.
+    """
 
     def __init__(
         self,
@@ -55,7 +50,7 @@ class Runner:
         self.builder = ProgramBuilder(graph, layout, settings)
         devices = list(graph.mesh.devices.flat) if graph.mesh else jax.devices()[:1]
         self.programs = Programs(self.builder.build, store, devices=devices, strict=strict)
-        self.waste = Waste()
+        self.padding: dict[str, tuple[int, int]] = {}
         self.cache: KVCache | None = None
         self.last_tokens: jax.Array | None = None
         self.row_state: RowState | None = None
@@ -106,7 +101,7 @@ class Runner:
 
     def _dispatch_step(self, batch: ScheduledBatch, flags: SamplingFlags) -> InFlight:
         bucket = self._bucket(batch)
-        self._count(batch.num_tokens, bucket.tokens)
+        self._count(bucket, batch.num_tokens, 1)
         forward = self.programs.get(ProgramKey("forward", bucket))
         packed = packing.pack_forward(batch, bucket, self.layout.page_size)
         self.cache, logits, hidden = forward(
@@ -133,7 +128,7 @@ class Runner:
 
     def _dispatch_decode(self, batch: ScheduledBatch, flags: SamplingFlags) -> InFlight:
         bucket = self._bucket(batch)
-        self._count(len(batch.rows) * batch.num_steps, bucket.rows * batch.num_steps)
+        self._count(bucket, len(batch.rows), batch.num_steps)
         program = self.programs.get(self.builder.decode_key(bucket, flags))
         packed = packing.pack_decode(batch, bucket)
         state = self.row_state if flags.needs_state else None
@@ -201,9 +196,10 @@ class Runner:
             found.append(jax.device_get(program(self.params, part))[kept][: count - start])
         return found
 
-    def _count(self, real: int, computed: int) -> None:
-        self.waste.real += real
-        self.waste.padded += computed - real
+    def _count(self, bucket: Bucket, tokens: int, steps: int) -> None:
+        real, padded = self.padding.get(bucket.label, (0, 0))
+        padded += (bucket.tokens - tokens) * steps
+        self.padding[bucket.label] = (real + tokens * steps, padded)
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self.builder.whole)

@@ -29,8 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.cache.blocks import pages_for
+from octavo.serve.admission import refuse_if_impossible
 from octavo.serve.queue import WaitingQueue
-from octavo.serve.request_state import NO_SLOT, RequestState, longest_sequence
+from octavo.serve.request_state import NO_SLOT, RequestState
 from octavo.serve.rows import Rows
 from octavo.serve.scheduler_config import SchedulerConfig
 from octavo.serve.types import (
@@ -67,7 +68,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self._rows = Rows(config)
-        self._waiting = WaitingQueue(config.max_waiting)
+        self._waiting = WaitingQueue(config)
         self._flights: deque[Flight] = deque()
         self._states: dict[str, RequestState] = {}
         self._prefill_budget = prefill_budget
@@ -83,6 +84,9 @@ class Scheduler:
         return replace(
             self._counters,
             waiting=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+            estimated_wait=self._waiting.estimated_wait(self._rows.uncomputed()),
+            refused=dict(self._waiting.refused),
             running=len(self._rows.running),
             pages_used=self._rows.pool.used,
             finished=dict(self._counters.finished),
@@ -94,13 +98,15 @@ class Scheduler:
         Raises:
             ValueError: its id is live, its prompt is empty, its max_tokens is not resolved, or it
                 can never fit the context or the pool.
-            QueueFull: too many wait.
+            QueueFull: too many wait, too many tokens, or for too long.
         """
-        self._refuse_if_impossible(request)
-        self._waiting.refuse_if_full()
+        if request.request_id in self._states:
+            raise ValueError(f"request_id {request.request_id!r} is live already")
+        refuse_if_impossible(request, self.config, self._rows.pool.total)
         rank = (now + self.config.ageing_seconds * request.priority, self._serial)
-        self._serial += 1
         state = RequestState(request, rank, self.config.page_size, now)
+        self._waiting.refuse_if_full(state, self._rows.uncomputed)
+        self._serial += 1
         self._states[request.request_id] = state
         self._waiting.push(state)
 
@@ -152,7 +158,8 @@ class Scheduler:
         states: list[RequestState] = []
         steps = self._choose_steps(most_steps)
         self._schedule_decodes(steps, rows, states)
-        self._schedule_prefills(rows, states, now)
+        prefilled = self._schedule_prefills(rows, states, now)
+        self._waiting.rate.note(now, prefilled, waiting=len(self._waiting) > 0)
         if not rows:
             return None
         if steps > 1:
@@ -206,24 +213,6 @@ class Scheduler:
                 pending[id(state)] = pending.get(id(state), 0) + row.num_steps * row.samples
         for state in self._states.values():
             state.check(pending.get(id(state), 0), self.config.page_size)
-
-    def _refuse_if_impossible(self, request: Request) -> None:
-        config, prompt, most = self.config, len(request.prompt), request.params.max_tokens
-        if request.request_id in self._states:
-            raise ValueError(f"request_id {request.request_id!r} is live already")
-        if not prompt:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        if most is None:
-            raise ValueError("max_tokens is None; admission must resolve it")
-        asked = f"prompt of {prompt} tokens + max_tokens {most}"
-        if prompt + most > config.max_model_len:
-            raise ValueError(
-                f"{asked} = {prompt + most} exceed the context of {config.max_model_len} tokens"
-            )
-        pages = pages_for(longest_sequence(request), config.page_size)
-        if pages > self._rows.pool.total:
-            room = f"{self._rows.pool.total} of {config.page_size} tokens"
-            raise ValueError(f"{asked} need {pages} pages; the cache has {room}")
 
     def _choose_steps(self, most: int | None) -> int:
         """Decode steps: 1 if it prefills, admits, lacks pages, or a row samples not plainly."""
@@ -304,9 +293,9 @@ class Scheduler:
 
     def _schedule_prefills(
         self, rows: list[ScheduledRow], states: list[RequestState], now: float
-    ) -> None:
-        """Add chunks of rows that prefill, then admit while slots, pages and tokens last."""
-        budget = self._tokens_for_prefill(rows)
+    ) -> int:
+        """Add chunks of rows that prefill, then admit while there is room; the chunks' tokens."""
+        budget = most = self._tokens_for_prefill(rows)
         for state in self._rows.running:
             if not state.decoding and budget > 0:
                 budget -= self._schedule_chunk(state, budget, rows, states)
@@ -315,6 +304,7 @@ class Scheduler:
             if not self._admit(state, now):
                 break
             budget -= self._schedule_chunk(state, budget, rows, states)
+        return most - budget
 
     def _tokens_for_prefill(self, rows: list[ScheduledRow]) -> int:
         budget = self.config.max_batch_tokens - len(rows)
@@ -391,6 +381,7 @@ class Scheduler:
         counters = self._counters
         if state.first_token is None:
             state.first_token = now
+            event.waited = (state.admitted - state.arrived, now - state.admitted)
             counters.prefill_seconds += now - state.admitted
         if event.error is not None:
             self._rows.forget(state)

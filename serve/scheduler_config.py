@@ -21,6 +21,8 @@ class SchedulerConfig:
         prefix_caching: requests share the pages of equal prefixes.
         ageing_seconds: seconds of waiting that weigh as much as one priority level.
         max_waiting: requests that may wait.
+        max_waiting_tokens: prompt tokens of those that may wait together; 0 is no limit.
+        max_estimated_wait: seconds that a newcomer may have to wait by estimate; 0 is no limit.
         cache_dtype: part of the prefix keys.
         weights_epoch: part of the prefix keys, until `reset_prefixes` changes it.
     """
@@ -37,6 +39,8 @@ class SchedulerConfig:
     prefix_caching: bool = True
     ageing_seconds: float = 10.0
     max_waiting: int = 4096
+    max_waiting_tokens: int = 0
+    max_estimated_wait: float = 0.0
     cache_dtype: str = ""
     weights_epoch: int = 0
 

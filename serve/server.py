@@ -22,6 +22,7 @@ from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.context import ServerContext
 from octavo.serve.core import resolve
 from octavo.serve.prompts import Tokenizer
+from octavo.serve.tls import tls_options
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -126,6 +127,7 @@ class ApiServer:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(CLOSING_SECONDS),
+                **tls_options(config),
             )
         )
 
@@ -145,13 +147,14 @@ class ApiServer:
         finally:
             loading.cancel()
             await self._client.stop()
-            self._context.executor.shutdown(wait=False, cancel_futures=True)
+            self._context.close()
         return self._code
 
     async def _load(self) -> None:
         """Load the tokenizer beside the model, then announce or give up."""
         context, client = self._context, self._client
-        address = "http://{}:{}".format(*self._listener.getsockname()[:2])
+        scheme = "https" if self._config.tls_cert else "http"
+        address = "{}://{}:{}".format(scheme, *self._listener.getsockname()[:2])
         log.info("listening on %s, loading %s", address, context.engine_config.model)
         loop = asyncio.get_running_loop()
         try:

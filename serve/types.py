@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.sampling.params import SamplingParams
+from octavo.serve.histogram import Histogram
 
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
@@ -120,6 +121,7 @@ class TokenEvent:
         error: message when finish_reason is "error".
         cached_tokens: prompt tokens served from the prefix cache when first admitted.
         preemptions: times the request was preempted so far.
+        waited: seconds in the queue and in prefill, on the first event alone.
     """
 
     request_id: str
@@ -131,6 +133,7 @@ class TokenEvent:
     error: str | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    waited: tuple[float, float] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -222,10 +225,15 @@ class EngineStats:
 
     Attributes:
         waiting, running, pages_total, pages_used: gauges; used pages are held by running rows.
+        waiting_tokens, estimated_wait: prompt tokens that wait, and seconds until they are
+            computed at the rate of late; gauges.
+        refused: newcomers refused, by the bound of the queue that did it.
         prompt_tokens, cached_tokens: counted once a request, at its first admission.
         queue_seconds, prefill_seconds, decode_seconds: summed over requests: arrival to first
             admission, to first token, to the end.
-        real_tokens, padded_tokens, compiles_after_warmup: filled by the runner, not the scheduler.
+        padding: token places computed, by bucket: those that held a token, and the padding.
+        padding, compiles_after_warmup: filled by the runner, not the scheduler.
+        step_seconds, step_tokens, idle_seconds, late_dispatches: see StepClock.
         finished: requests by finish reason.
     """
 
@@ -241,7 +249,13 @@ class EngineStats:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    real_tokens: int = 0
-    padded_tokens: int = 0
+    waiting_tokens: int = 0
+    estimated_wait: float = 0.0
+    refused: dict[str, int] = field(default_factory=dict)
+    padding: dict[str, tuple[int, int]] = field(default_factory=dict)
     compiles_after_warmup: int = 0
+    step_seconds: Histogram | None = None
+    step_tokens: Histogram | None = None
+    idle_seconds: float = 0.0
+    late_dispatches: int = 0
     finished: dict[str, int] = field(default_factory=dict)

@@ -54,11 +54,15 @@ class Events(msgspec.Struct, tag="events"):
 
 
 class Rejected(msgspec.Struct, tag="rejected"):
-    """An Add was refused. `reason` is "full" (try again), "invalid" or "error"."""
+    """An Add was refused.
+
+    `reason` is "full" (try again in `retry_after` seconds), "invalid" or "error".
+    """
 
     request_ids: list[str]
     reason: str
     message: str
+    retry_after: float = 1.0
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

@@ -84,6 +84,7 @@ class MockConfig:
 class _Row:
     request: Request
     made: int = 0
+    added: float = field(default_factory=time.monotonic)
 
 
 def tokenizer(config):
@@ -205,6 +206,7 @@ class MockEngine:
             finish_reason=reason,
             stop_token=token if reason == "stop" else None,
             cached_tokens=len(request.prompt) // 2 if first else 0,
+            waited=(0.0, time.monotonic() - row.added) if first else None,
         )
 
 

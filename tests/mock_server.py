@@ -24,7 +24,9 @@ def main(settings):
     from octavo.serve.config import ServerConfig
     from octavo.serve.server import Parts, run
 
-    server = ServerConfig(**{"served_model_name": ("mock", "alias/x"), **settings["server"]})
+    fields = {"served_model_name": ("mock", "alias/x"), **settings["server"]}
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    server = ServerConfig(**fields)
     parts = Parts("mock_engine:make", settings["tokenizer"])
     code = run(MockConfig(**settings["engine"]), server, parts)
     loaded = sorted({name.split(".")[0] for name in sys.modules} & {"jax", "jaxlib", "torch"})
@@ -116,6 +118,11 @@ class Running:
         except OSError:
             return "closed"
 
+    def settled(self):
+        """Whether it serves; a start that failed shows its log at once."""
+        assert self.process.poll() is None, self.log
+        return self.status() == "ready"
+
     def core_pid(self):
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return int("".join(path.read_text() for path in children).split()[0])
@@ -135,7 +142,7 @@ def running(*, wait=True, tokenizer="mock_engine:tokenizer", engine=None, **serv
         "server": {"port": port, **server},
     }
     command = [sys.executable, str(HERE / "mock_server.py"), json.dumps(settings)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
     with tempfile.NamedTemporaryFile() as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -143,7 +150,7 @@ def running(*, wait=True, tokenizer="mock_engine:tokenizer", engine=None, **serv
         server_process = Running(process, port, output.name)
         try:
             if wait:
-                server_process.wait(lambda: server_process.status() == "ready", 60)
+                server_process.wait(server_process.settled, 60)
             yield server_process
         finally:
             process.kill()

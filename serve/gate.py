@@ -1,0 +1,94 @@
+"""What every HTTP request passes first: its arrival is noted, its API key checked and counted.
+
+Plain ASGI, so that a stream's chunks pass through untouched.
+"""
+
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.serve.auth import KeyUse
+from octavo.serve.context import ServerContext
+from octavo.serve.errors import ApiError
+from octavo.serve.timing import Visit
+
+OPEN_PATHS = frozenset(
+    {
+        "/docs",
+        "/health",
+        "/health/live",
+        "/health/ready",
+        "/metrics",
+        "/openapi.json",
+        "/redoc",
+        "/version",
+    }
+)
+"""Paths that need no key: they show no model's output."""
+
+log = logging.getLogger("octavo.server")
+
+
+class Gate:
+    """ASGI middleware around the application."""
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self._app = app
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit()
+        scope.setdefault("state", {})["visit"] = visit
+        try:
+            use = self._enter(scope, visit)
+        except ApiError as error:
+            log.info("%s %s: %s", scope["method"], scope["path"], error.message)
+            await self._context.respond(error)(scope, receive, send)
+            return
+        try:
+            await self._handle(scope, visit, receive, send)
+        finally:
+            if use is not None:
+                use.leave()
+
+    def _enter(self, scope: Scope, visit: Visit) -> KeyUse | None:
+        """The use of the request's key; None where none is needed. ApiError 401 or 429."""
+        keys = self._context.keys
+        if not keys.required or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
+            return None
+        visit.key, use = keys.enter(_key_of(scope))
+        return use
+
+    async def _handle(self, scope: Scope, visit: Visit, receive: Receive, send: Send) -> None:
+        tracing = self._context.tracing
+        if tracing is None or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            tracing.record(scope, visit, status, self._context.names[0])
+
+
+def _key_of(scope: Scope) -> bytes:
+    """The key a request brings, as a bearer token or as Anthropic's clients send it."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                return key.strip()
+        elif name == b"x-api-key":
+            return value.strip()
+    return b""

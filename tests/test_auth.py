@@ -1,0 +1,157 @@
+"""API keys: the file's format, its reloading, rate and concurrency limits, and what logs say."""
+
+import logging
+
+import pytest
+
+from octavo.serve.auth import ApiKey, KeyRing, KeyUse, read_keys
+from octavo.serve.config import ServerConfig
+from octavo.serve.errors import ApiError
+
+FILE = """\
+# team: key : requests a minute : concurrency
+
+alice:sk-alice
+bob:sk-bob:60
+carol:sk-carol::2
+dave:sk-dave:30:1
+"""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(FILE)
+    return file
+
+
+def ring(path, clock, **config):
+    return KeyRing(ServerConfig(api_key_file=str(path), **config), {}, clock)
+
+
+def status(keys, secret):
+    """What a key gets now: its name, or the refusal's status."""
+    try:
+        name, use = keys.enter(secret)
+    except ApiError as error:
+        return error.status
+    use.leave()
+    return name
+
+
+def test_a_file_gives_names_and_limits(path):
+    limits = {key.name: (key.per_minute, key.concurrency) for key in read_keys(path)}
+    assert limits == {"alice": (0, 0), "bob": (60, 0), "carol": (0, 2), "dave": (30, 1)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nocolon",
+        ":secret",
+        "x:",
+        "x y:secret",
+        "default:secret",
+        "x:secret:many",
+        "x:secret:-1",
+        "x:secret:1.5",
+        "x:secret:1:2:3",
+        "x:sécret",
+        "x:sec ret",
+        "bob:secret",
+        "x:sk-bob",
+    ],
+)
+def test_a_bad_line_is_named_and_its_key_is_not_shown(path, line):
+    path.write_text(FILE + line + "\n")
+    with pytest.raises(ValueError, match="line 7") as caught:
+        read_keys(path)
+    assert "secret" not in str(caught.value)
+    assert "sk-" not in str(caught.value)
+
+
+def test_an_empty_file_would_open_the_server_and_is_refused(path, clock):
+    path.write_text("# nobody\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        ring(path, clock)
+
+
+def test_flag_environment_and_file_add_up(path, clock):
+    assert not KeyRing(ServerConfig(), {}, clock).required
+    keys = KeyRing(ServerConfig(), {"OCTAVO_API_KEY": "from-env"}, clock)
+    assert keys.required
+    assert (status(keys, b"from-env"), status(keys, b"")) == ("default", 401)
+    keys = KeyRing(ServerConfig(api_key="flag"), {"OCTAVO_API_KEY": "from-env"}, clock)
+    assert (status(keys, b"flag"), status(keys, b"from-env")) == ("default", 401)
+    keys = ring(path, clock, api_key="flag")
+    assert [status(keys, key) for key in (b"flag", b"sk-alice", b"x")] == ["default", "alice", 401]
+
+
+def test_a_changed_file_counts_within_a_second_and_keeps_use(path, clock, caplog):
+    keys = ring(path, clock)
+    assert status(keys, b"sk-alice") == "alice"
+    path.write_text(FILE.replace("alice:sk-alice", "alice:sk-new\nerin:sk-erin"))
+    clock.now += 0.5
+    assert status(keys, b"sk-new") == 401
+    clock.now += 1.0
+    assert [status(keys, key) for key in (b"sk-new", b"sk-erin", b"sk-alice")] == [
+        "alice",
+        "erin",
+        401,
+    ]
+    assert {name: use.requests for name, use in keys.uses()} == {"alice": 2, "erin": 1}
+    caplog.set_level(logging.INFO, "octavo.auth")
+    for damage in ("broken", ""):
+        path.write_text(damage)
+        clock.now += 2.0
+        assert [status(keys, b"sk-new") for _ in range(3)] == ["alice"] * 3
+    path.unlink()
+    clock.now += 2.0
+    assert status(keys, b"sk-new") == "alice"
+    kept = [r.message for r in caplog.records if "stay as they were" in r.message]
+    assert len(kept) == 3  # once a change
+    assert "sk-" not in caplog.text
+
+
+def test_a_minutes_allowance_may_be_spent_at_once_and_refills_evenly(clock):
+    use, key = KeyUse(clock), ApiKey("bob", b"", per_minute=3)
+    for _ in range(3):
+        use.enter(key)
+    for wait, retry_after in ((0.0, 20), (5.0, 15)):
+        clock.now = wait
+        with pytest.raises(ApiError, match="'bob' may send 3 requests a minute") as caught:
+            use.enter(key)
+        assert (caught.value.status, caught.value.retry_after) == (429, retry_after)
+    clock.now = 20.0
+    use.enter(key)
+    with pytest.raises(ApiError):
+        use.enter(key)
+    clock.now = 1000.0
+    for _ in range(3):
+        use.enter(key)
+    with pytest.raises(ApiError):
+        use.enter(key)
+
+
+def test_concurrency_is_given_back(clock):
+    use, key = KeyUse(clock), ApiKey("dave", b"", concurrency=2)
+    use.enter(key)
+    use.enter(key)
+    with pytest.raises(ApiError, match="2 requests running") as caught:
+        use.enter(key)
+    assert caught.value.retry_after == 1
+    use.leave()
+    use.enter(key)
+    assert (use.running, use.requests) == (2, 3)

@@ -1,0 +1,215 @@
+"""Keys, CORS, HTTPS, timing, metrics and admission through the real server with the mock engine."""
+
+import contextlib
+import http.client
+import json
+import ssl
+import threading
+
+import pytest
+import trustme
+from mock_server import running
+
+from octavo.serve.config import ServerConfig
+from octavo.serve.tls import tls_options
+
+KEYS = "alice:sk-alice\nbob:sk-bob:2\ncarol:sk-carol::1\n"
+ORIGIN = {"Origin": "https://app.example"}
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(KEYS)
+    engine = {"max_waiting": 3}
+    with running(api_key_file=str(path), cors_origins=("https://app.example",), engine=engine) as s:
+        yield s
+
+
+def complete(server, key, prompt="abc", **fields):
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 3, **fields}
+    return server.post("/v1/completions", body, **bearer(key))
+
+
+def test_every_path_wants_a_key_unless_it_is_open(guarded):
+    paths = guarded.good(guarded.get("/openapi.json"))["paths"]
+    open_paths = {"/health", "/health/live", "/health/ready", "/version", "/metrics"}
+    for path, methods in paths.items():
+        for method in methods:
+            status = guarded.request(method.upper(), path, b"{}")[0]
+            assert (status != 401) == (path in open_paths), path
+    assert guarded.get("/v1/nothing")[0] == 401
+    assert guarded.get("/v1/nothing", **bearer("sk-alice"))[0] == 404
+    status, headers, body = complete(guarded, "sk-wrong")
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    assert body["error"]["type"] == "authentication_error"
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it(guarded):
+    status, _, _ = guarded.post("/tokenize", {"prompt": "a"}, **{"x-api-key": "sk-alice"})
+    assert status == 200
+
+
+def test_a_rate_limit_is_429_by_name_and_the_key_is_never_shown(guarded):
+    answers = [complete(guarded, "sk-bob") for _ in range(3)]
+    assert [status for status, _, _ in answers] == [200, 200, 429]
+    assert 1 <= int(answers[2][1]["retry-after"]) <= 30
+    assert "API key 'bob'" in answers[2][2]["error"]["message"]
+    assert complete(guarded, "sk-alice")[0] == 200
+    metrics = guarded.get("/metrics")[2].decode()
+    assert 'octavo:key_requests_total{key="bob",model_name="mock"} 2.0' in metrics
+    assert 'octavo:key_refusals_total{key="bob",model_name="mock"} 1.0' in metrics
+    assert "API key 'bob'" in guarded.log
+    assert "sk-" not in metrics + guarded.log
+
+
+def test_concurrency_lasts_until_the_stream_ends(guarded):
+    with contextlib.closing(guarded.connect()) as connection:
+        body = {"prompt": "a<|slow|>", "max_tokens": 500, "stream": True, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(body), bearer("sk-carol"))
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        status, headers, answer = complete(guarded, "sk-carol")
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert "'carol' has 1 requests running" in answer["error"]["message"]
+        assert 'octavo:key_running{key="carol",model_name="mock"} 1.0' in (
+            guarded.get("/metrics")[2].decode()
+        )
+        response.close()
+    guarded.wait(lambda: complete(guarded, "sk-carol")[0] == 200, 5)
+
+
+def test_pages_of_named_origins_may_call_and_no_others(guarded):
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-any"}
+    status, headers, _ = guarded.request("OPTIONS", "/v1/completions", None, {**ORIGIN, **ask})
+    assert (status, headers["access-control-allow-origin"]) == (200, "https://app.example")
+    status, headers, _ = guarded.get("/v1/models", **ORIGIN)
+    assert (status, headers["access-control-allow-origin"]) == (401, "https://app.example")
+    _, headers, _ = guarded.get("/v1/models", Origin="https://evil.example", **bearer("sk-alice"))
+    assert "access-control-allow-origin" not in headers
+
+
+def test_aborts_errors_and_refusals_are_counted_as_what_they_are(guarded):
+    def ended(reason):
+        return guarded.metric(f'vllm:request_success_total{{finished_reason="{reason}"')
+
+    before = {reason: ended(reason) for reason in ("stop", "length", "abort", "error")}
+    assert complete(guarded, "sk-alice", stop="c")[0] == 200
+    assert complete(guarded, "sk-alice")[0] == 200
+    assert complete(guarded, "sk-alice", "x<|nan|>")[0] == 500
+    assert complete(guarded, "sk-alice", n=9, temperature=1)[0] == 429
+    with contextlib.closing(guarded.connect()) as connection:
+        body = {"prompt": "a<|slow|>", "max_tokens": 500, "n": 2, "temperature": 1}
+        connection.request("POST", "/v1/completions", json.dumps(body), bearer("sk-alice"))
+        guarded.wait(lambda: not guarded.idle(), 5)
+    guarded.wait(lambda: ended("abort") == before["abort"] + 2, 5)
+    after = {reason: ended(reason) - before[reason] for reason in before}
+    assert after == {"stop": 1, "length": 1, "abort": 2, "error": 1}
+
+
+# Timing ------------------------------------------------------------------------------------------
+
+
+def check_timing(usage, host_below_ms=2000):
+    timing = usage["timing"]
+    assert timing["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert timing["preemptions"] == 0
+    assert timing["prefill_ms"] >= 15  # the mock's slow steps take 20 ms
+    assert timing["decode_ms"] >= 35
+    assert timing["queue_ms"] >= 0
+    assert 0 <= timing["host_ms"] < host_below_ms
+
+
+def test_timing_comes_on_demand(guarded):
+    plain = complete(guarded, "sk-alice")[2]["usage"]
+    assert "timing" not in plain
+    check_timing(complete(guarded, "sk-alice", "ab<|slow|>", return_timing=True)[2]["usage"])
+    with contextlib.closing(guarded.connect()) as connection:
+        body = {"prompt": "ab<|slow|>", "max_tokens": 3, "stream": True, "return_timing": True}
+        body["temperature"] = 0
+        connection.request("POST", "/v1/completions", json.dumps(body), bearer("sk-alice"))
+        events = connection.getresponse().read().split(b"\n\n")
+    check_timing(json.loads(events[-3].removeprefix(b"data: "))["usage"])
+
+
+def test_phases_add_up_to_the_latency(guarded):
+    def sums():
+        names = ("queue_time", "prefill_time", "decode_time", "inference_time")
+        values = [guarded.metric(f"vllm:request_{name}_seconds_sum") for name in names]
+        return [*values, guarded.metric("vllm:e2e_request_latency_seconds_sum")]
+
+    before = sums()
+    complete(guarded, "sk-alice", "ab<|slow|>")
+    queue, prefill, decode, inference, whole = (b - a for a, b in zip(before, sums()))
+    assert inference == pytest.approx(prefill + decode)
+    assert 0.055 <= queue + inference <= whole + 1e-6
+
+
+# HTTPS -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    for i, blob in enumerate(issued.cert_chain_pems):
+        blob.write_to_path(folder / "cert.pem", append=i > 0)
+    return folder
+
+
+def test_https_with_a_certificate_of_ones_own(certificate):
+    files = {"tls_cert": str(certificate / "cert.pem"), "tls_key": str(certificate / "key.pem")}
+    trust = ssl.create_default_context(cafile=str(certificate / "ca.pem"))
+    with running(wait=False, **files) as server:
+        server.wait(lambda: "serving" in server.log, 60)
+        assert f"https://127.0.0.1:{server.port}" in server.log
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", server.port, context=trust, timeout=30
+        )
+        with contextlib.closing(connection):
+            body = {"prompt": "abc", "max_tokens": 3, "stream": True, "temperature": 0}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            data = connection.getresponse().read()
+        assert data.endswith(b"data: [DONE]\n\n")
+        with pytest.raises((OSError, http.client.HTTPException)):
+            server.get("/health")
+
+
+def test_certificates_that_do_not_work_are_refused_by_name(certificate, tmp_path):
+    with pytest.raises(ValueError, match="tls_cert and tls_key must be given together"):
+        ServerConfig(tls_cert="x")
+    (tmp_path / "bad.pem").write_text("nothing")
+    for cert, key in (
+        (tmp_path / "absent.pem", certificate / "key.pem"),
+        (certificate / "cert.pem", tmp_path / "bad.pem"),
+        (certificate / "ca.pem", certificate / "key.pem"),
+    ):
+        config = ServerConfig(tls_cert=str(cert), tls_key=str(key))
+        with pytest.raises(ValueError, match=rf"tls_cert {cert}, tls_key {key}"):
+            tls_options(config)
+
+
+def test_the_default_address_is_this_machine_alone():
+    assert ServerConfig().host == "127.0.0.1"
+
+
+def test_a_burst_over_the_bound_is_refused_and_the_rest_is_served(guarded):
+    statuses = []
+
+    def one():
+        statuses.append(complete(guarded, "sk-alice", "a<|slow|>", max_tokens=5)[0])
+
+    threads = [threading.Thread(target=one) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 3
