@@ -131,8 +131,6 @@ class ServerConfig:
         _in_range(self, "request_timeout", 0, 86400)
         _in_range(self, "max_body_bytes", 1024, 1 << 30)
         _in_range(self, "watchdog_seconds", 0.1, 86400)
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert and tls_key must be given together")
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be an http(s) address, not {self.otlp_endpoint}")
         _one_of(self, "log_level", ("debug", "info", "warning", "error"))

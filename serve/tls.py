@@ -15,6 +15,8 @@ class TlsOptions(TypedDict, total=False):
 
 def tls_options(config: ServerConfig) -> TlsOptions:
     """The settings, none for plain HTTP; ValueError for unusable files."""
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ValueError("tls_cert and tls_key must be given together")
     if not config.tls_cert:
         return {}
     try:

@@ -184,7 +184,7 @@ def test_https_with_a_certificate_of_ones_own(certificate):
 
 def test_certificates_that_do_not_work_are_refused_by_name(certificate, tmp_path):
     with pytest.raises(ValueError, match="tls_cert and tls_key must be given together"):
-        ServerConfig(tls_cert="x")
+        tls_options(ServerConfig(tls_cert="x"))
     (tmp_path / "bad.pem").write_text("nothing")
     for cert, key in (
         (tmp_path / "absent.pem", certificate / "key.pem"),
