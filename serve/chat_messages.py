@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.serve.tool_prompt import knows_tools, spell_out_tools
+
 CUT_MARK = "\ue000octavo:end of the final message\ue001"
 """Stands behind the content of a message that is to be continued: where its template cuts."""
 
@@ -12,18 +14,25 @@ _LOOP_OVER_CONTENT = re.compile(r"\bfor\s+\w+\s+in\s+\w+(?:\.content\b|\[['\"]co
 
 
 def prepare_messages(
-    messages: Sequence[Mapping[str, Any]], template: str, *, cut: bool
+    messages: Sequence[Mapping[str, Any]],
+    template: str,
+    *,
+    cut: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Copies of `messages` with content as the template takes it.
 
     Content becomes text, its parts joined by newlines (a list of one part for a template that only
     loops over parts); absent content is empty; the arguments of tool calls become objects. `cut`
-    puts CUT_MARK behind the last content. ValueError for no messages, a message that is not an
+    puts CUT_MARK behind the last content. For a template that mentions no tools, calls, results and
+    `tools` become text. ValueError for no messages, a message that is not an
     object with a role, and parts that are not text.
     """
     if not messages:
         raise ValueError("a chat needs at least one message")
     prepared = [_prepare(message, index) for index, message in enumerate(messages)]
+    if not knows_tools(template):
+        prepared = spell_out_tools(prepared, tools)
     if cut:
         prepared[-1]["content"] += CUT_MARK
     if takes_parts_only(template):

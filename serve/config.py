@@ -13,6 +13,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 AUTO = "auto"
 LOAD_FORMATS = ("auto", "hf", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic", "none")
+REASONING_PARSERS = ("auto", "think", "none")
 ATTENTION_IMPLS = ("auto", "reference", "xla", "mosaic")
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -122,6 +124,12 @@ class ServerConfig:
     request_timeout: float = setting(0.0, "seconds a request may take in all; 0: no limit")
     max_body_bytes: int = setting(16 << 20, "largest request body in bytes")
     watchdog_seconds: float = setting(120.0, "pending work without a finished step fails /health")
+    tool_parser: str = setting(
+        AUTO, f"how the model writes tool calls: one of {', '.join(TOOL_PARSERS)}"
+    )
+    reasoning_parser: str = setting(
+        AUTO, f"how it writes reasoning: one of {', '.join(REASONING_PARSERS)}"
+    )
     log_level: str = setting("info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:
@@ -133,6 +141,8 @@ class ServerConfig:
         _in_range(self, "watchdog_seconds", 0.1, 86400)
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be an http(s) address, not {self.otlp_endpoint}")
+        _one_of(self, "tool_parser", TOOL_PARSERS)
+        _one_of(self, "reasoning_parser", REASONING_PARSERS)
         _one_of(self, "log_level", ("debug", "info", "warning", "error"))
 
 

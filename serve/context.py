@@ -10,6 +10,7 @@ from fastapi import Request, Response
 
 from octavo.serve import errors
 from octavo.serve.auth import KeyRing
+from octavo.serve.chat_formats import ChatFormats, chat_formats
 from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.detokenize import TokenTable
@@ -29,7 +30,7 @@ class ServerContext:
 
     Attributes:
         names: model names clients may use; the first is the one answers carry.
-        encoder, table: set by `attach_tokenizer` once the tokenizer is loaded.
+        encoder, table, formats: set by `attach_tokenizer` once the tokenizer is loaded.
         draining: no new requests are taken.
         keys: API keys and their use.
         tracing: where spans go; None without otlp_endpoint.
@@ -43,6 +44,7 @@ class ServerContext:
     draining: bool = False
     tokenizer_ready: bool = False
     table: TokenTable | None = None
+    formats: ChatFormats = field(default_factory=ChatFormats)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -62,6 +64,8 @@ class ServerContext:
         """Take the loaded tokenizer, or None for a model without one."""
         self.encoder = PromptEncoder(tokenizer, self.executor)
         self.table = TokenTable(tokenizer) if tokenizer else None
+        if tokenizer is not None and self.table is not None:
+            self.formats = chat_formats(self.config, tokenizer, self.table)
         self.tokenizer_ready = True
 
     @property

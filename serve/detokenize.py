@@ -105,16 +105,23 @@ class Detokenizer:
     """Text of one growing sequence. The pieces joined are the decoding of the whole.
 
     `continues` says that other text precedes (a completion follows its prompt): a leading space
-    of the first token is then kept.
+    of the first token is then kept. Special tokens in `shown` are never skipped.
     """
 
     __slots__ = ("_at_start", "_emitted", "_pending", "_skip", "_table")
 
     def __init__(
-        self, table: TokenTable, *, skip_special_tokens: bool = True, continues: bool = True
+        self,
+        table: TokenTable,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._table = table
         self._skip: frozenset[int] = table.special_ids if skip_special_tokens else frozenset()
+        if shown:
+            self._skip -= shown
         self._at_start = not continues
         self._pending: list[int] = []
         self._emitted = 0

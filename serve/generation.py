@@ -30,6 +30,7 @@ class Wanted:
         token_ids: report token ids beside the text.
         usage: a stream ends with a usage event.
         timing: usage says where the time went.
+        shown: special tokens that are spelled out whatever skip_special_tokens says.
     """
 
     chat: bool = False
@@ -39,6 +40,7 @@ class Wanted:
     token_ids: bool = False
     usage: bool = False
     timing: bool = False
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -87,7 +89,13 @@ class Generation:
     def add(self, prompt: Prompt, request: Request) -> None:
         """One more sample; index is the order of adding."""
         track = self._wanted.logprobs is not None or self._wanted.token_ids
-        sample = SampleOutput(request.params, self._table, track=track, eos_ids=request.eos_ids)
+        sample = SampleOutput(
+            request.params,
+            self._table,
+            track=track,
+            eos_ids=request.eos_ids,
+            shown=self._wanted.shown,
+        )
         times = self._visit.sample(len(prompt.ids))
         choice = Choice(len(self.choices), prompt, request, sample, times)
         self.choices.append(choice)

@@ -71,9 +71,12 @@ class SampleOutput:
         *,
         track: bool = False,
         eos_ids: Iterable[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         skip = params.skip_special_tokens
-        self._detokenizer = Detokenizer(table, skip_special_tokens=skip) if table else None
+        self._detokenizer = (
+            Detokenizer(table, skip_special_tokens=skip, shown=shown) if table else None
+        )
         self._matcher = StopMatcher(params.stop) if params.stop else None
         self._params = params
         self._track = track

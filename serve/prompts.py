@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from octavo.serve.detokenize import TextDecoder
 from octavo.serve.errors import ApiError, invalid
 from octavo.serve.protocol import ChatBody, CompletionBody, TokenizeBody
+from octavo.serve.tool_request import ToolUse
 
 MAX_PROMPTS = 2048
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -21,6 +22,16 @@ _TEMPLATE_OWN = frozenset(
 
 class Tokenizer(TextDecoder, Protocol):
     """What the server needs of a tokenizer."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        ...
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template for conversations with tools."""
+        ...
 
     def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Ids of a rendered conversation, without a second BOS."""
@@ -141,7 +152,7 @@ def _wrong(where: str, what: str) -> ApiError:
     return invalid(f"{where} {what}", where)
 
 
-def chat_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+def chat_options(body: ChatBody | TokenizeBody, use: ToolUse | None = None) -> dict[str, Any]:
     """Keyword arguments of `encode_chat`; ApiError 400 for reserved template variables."""
     extra = body.chat_template_kwargs or {}
     clash = sorted(_TEMPLATE_OWN & set(extra))
@@ -154,6 +165,8 @@ def chat_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
         "add_generation_prompt": not goes_on if asked is None else asked,
         "continue_final_message": goes_on,
     }
+    if use is not None:
+        options["tools"] = use.tools
     if body.chat_template is not None:
         options["template"] = body.chat_template
     return options

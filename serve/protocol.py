@@ -24,19 +24,16 @@ HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
     }
 )
 
-_TOOLS = "tool calling is not offered yet"
+_TOOLS = "functions are called through tools and tool_choice"
 _STRUCTURED = "structured output is not offered yet"
 _TEXT_ONLY = "only text goes in and out"
 
 # Known parameters that would change the answer, with the reason and the values that ask for
 # nothing. A null always asks for nothing.
 UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": (_TOOLS, ([],)),
-    "tool_choice": (_TOOLS, ("none", "auto")),
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("none", "auto")),
     "response_format": (_STRUCTURED, ({"type": "text"},)),
@@ -54,6 +51,7 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "audio": (_TEXT_ONLY, ()),
     "mm_processor_kwargs": (_TEXT_ONLY, ({},)),
     "prediction": ("predicted outputs are not offered", ()),
+    "thinking_token_budget": ("reasoning has no budget of its own", ()),
     "reasoning_effort": ("reasoning control is not offered; see chat_template_kwargs", ()),
     "verbosity": ("the model has no such control", ()),
     "web_search_options": ("the server has no web access", ()),
@@ -140,6 +138,10 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def top_logprobs_asked(self) -> int | None:

@@ -5,6 +5,7 @@ choice and a token costs one string concatenation. Strings are escaped to ASCII:
 lines at U+2028 and its kin.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quote
@@ -194,6 +195,29 @@ class ChunkWriter:
             head = self._start + '"delta":{}'
         else:
             head = self._open + quote(text) + self._close
+        return self._finished(head, logprobs, finish_reason, stop_reason, extra)
+
+    def delta(
+        self,
+        fields: dict[str, Any],
+        *,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A chat event whose delta has other fields than content."""
+        head = self._start + '"delta":' + json.dumps(fields, separators=(",", ":"))
+        return self._finished(head, logprobs, finish_reason, stop_reason, extra)
+
+    def _finished(
+        self,
+        head: str,
+        logprobs: Any,
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        extra: dict[str, Any] | None,
+    ) -> bytes:
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
             rest["stop_reason"] = stop_reason

@@ -13,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 from octavo.sampling.params import SamplingParams
 from octavo.serve import errors, responses
 from octavo.serve import types as engine
+from octavo.serve.chat_formats import AnswerPlan
+from octavo.serve.chat_plan import plan_chat
 from octavo.serve.client import Call
 from octavo.serve.context import (
     ServerContext,
@@ -23,7 +25,7 @@ from octavo.serve.context import (
 )
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.generation import Generation, Wanted
-from octavo.serve.prompts import Prompt, chat_options
+from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -31,6 +33,7 @@ from octavo.serve.protocol import (
     parse_body,
     sampling_params,
 )
+from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.wire import Ready
 
 COMPLETION_DEFAULT_TOKENS = 16
@@ -87,6 +90,7 @@ async def chat_completions(request: Request) -> Response:
     body = parse_body(ChatBody, await read_body(request, context.config.max_body_bytes))
     context.check_model(body.model)
     check_combinations(body)
+    prompt, plan = await plan_chat(context, body)
     wanted = Wanted(
         chat=True,
         logprobs=body.top_logprobs_asked,
@@ -94,15 +98,13 @@ async def chat_completions(request: Request) -> Response:
         token_ids=bool(body.return_token_ids),
         usage=body.include_usage,
         timing=bool(body.return_timing),
-    )
-    prompt = await context.encoder.chat(
-        body.messages, chat_options(body), bool(body.add_special_tokens)
+        shown=plan.shown if plan else frozenset(),
     )
     asked = body.max_completion_tokens
     asked = body.max_tokens if asked is None else asked
     if asked == 0:
         raise errors.invalid("max_tokens must be at least 1 in a chat, not 0", "max_tokens")
-    return await _generate(context, request, body, wanted, ready, [prompt], asked)
+    return await _generate(context, request, body, wanted, ready, [prompt], asked, plan)
 
 
 def _need_text(context: ServerContext, body: CompletionBody, wanted: Wanted) -> None:
@@ -125,16 +127,18 @@ async def _generate(
     ready: Ready,
     prompts: list[Prompt],
     max_tokens: int | None,
+    plan: AnswerPlan | None = None,
 ) -> Response:
     """Run the samples and answer, as one JSON object or as a stream."""
     kind = "chatcmpl" if wanted.chat else "cmpl"
     identity = responses.Identity(
         f"{kind}-{uuid.uuid4().hex}", int(time.time()), context.names[0], context.fingerprint
     )
-    job = Generation(
-        context.client, context.recorder, context.table, identity, wanted, visit_of(request)
-    )
-    _add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id)
+    visit = visit_of(request)
+    parts = (context.client, context.recorder, context.table, identity, wanted, visit)
+    job = SplitGeneration(*parts, plan) if plan else Generation(*parts)
+    grammar = plan.grammar if plan else None
+    _add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id, grammar)
     call = job.start()
     guard = Guard(request, call, context)
     try:
@@ -158,6 +162,7 @@ def _add_samples(
     prompts: list[Prompt],
     max_tokens: int | None,
     base_id: str,
+    grammar: engine.Grammar | None,
 ) -> None:
     """Every sample of every prompt as an engine request; ApiError 400 before any is submitted."""
     default = ready.max_model_len if wanted.chat else COMPLETION_DEFAULT_TOKENS
@@ -180,6 +185,7 @@ def _add_samples(
                 sample_index=sample,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                grammar=grammar,
             )
             job.add(prompt, request)
 

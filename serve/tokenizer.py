@@ -69,6 +69,11 @@ class Tokenizer:
         """The default chat template, if the model has one."""
         return self.templates.get("default")
 
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template for conversations with tools."""
+        return self.templates.get("tool_use") or self.chat_template
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens spelled out in it become their ids.
 
@@ -108,7 +113,7 @@ class Tokenizer:
             add_generation_prompt: end with the start of the assistant's turn; unless given, the
                 opposite of continue_final_message.
             continue_final_message: end inside the last message, right behind its content.
-            tools: JSON schemas of functions, for templates that show them.
+            tools: functions in OpenAI's form; a template that shows none gets them as text.
             template: name of one of `templates`, or the text of another.
             variables: further names the template sees (documents, enable_thinking, ...).
 
@@ -126,7 +131,9 @@ class Tokenizer:
             {
                 **self.special_tokens,
                 **variables,
-                "messages": prepare_messages(messages, source, cut=continue_final_message),
+                "messages": prepare_messages(
+                    messages, source, cut=continue_final_message, tools=tools
+                ),
                 "tools": list(tools) if tools else None,
                 "documents": variables.get("documents"),
                 "add_generation_prompt": add_generation_prompt,
@@ -175,8 +182,7 @@ class Tokenizer:
     def _choose(self, template: str | None, tools: bool) -> str:
         if template is not None:
             return self.templates.get(template, template)
-        source = self.templates.get("tool_use") if tools else None
-        source = source or self.templates.get("default")
+        source = self.tool_template if tools else self.chat_template
         if source is None:
             raise ValueError("this model has no chat template; pass one")
         return source

@@ -27,7 +27,7 @@ class ByteTokenizer:
     vocab_size = VOCAB
     bos_id = BOS
     eos_ids = (EOS,)
-    chat_template = "yes"
+    chat_template = tool_template = "yes"
 
     def encode(self, text, add_special_tokens=True):
         ids = []

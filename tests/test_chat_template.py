@@ -103,6 +103,33 @@ def test_tools_documents_and_other_variables():
     assert text == '[{"name": "é<"}]TFalse^Köln'
 
 
+def test_a_template_without_tools_gets_them_as_text():
+    calls = [{"function": {"name": "f", "arguments": '{"x": 1}'}}, {"function": {"name": "g"}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Sure", "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+    text = tokenizer(CHATML).render_chat(messages, tools=tools)
+    system, *turns = text.split("<|end|>")
+    assert system.startswith("<|system|>Be brief.\n\nYou can call functions.")
+    assert '\n{"name": "f", "description": "é"}\n</tools>' in system
+    first = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    second = '<tool_call>\n{"name": "g", "arguments": null}\n</tool_call>'
+    assert turns == [
+        "<|user|>hi",
+        f"<|assistant|>Sure\n{first}\n{second}",
+        "<|user|><tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>",
+        "<|assistant|>",
+    ]
+    alone = tokenizer(CHATML).render_chat(chat("hi"), tools=tools)
+    assert alone.startswith("<|system|>You can call functions.")
+    assert alone.endswith("<|end|><|user|>hi<|end|><|assistant|>")
+
+
 def test_bos_is_never_doubled():
     assert tokenizer("{{ bos_token }}a").encode_chat(chat("x")) == [ord("^"), ord("a")]
     assert tokenizer("{{ bos_token }}^a").encode_chat(chat("x")) == [ord("^"), ord("a")]

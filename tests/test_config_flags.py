@@ -54,6 +54,8 @@ OTHER = {
     "request_timeout": 2.5,
     "max_body_bytes": 2048,
     "watchdog_seconds": 9.0,
+    "tool_parser": "mistral",
+    "reasoning_parser": "think",
     "log_level": "debug",
 }
 """A valid value of every field that is not its default."""

@@ -405,7 +405,7 @@ def test_invalid_completions_are_400_naming_the_field(srv, fields, param):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"tools": [{}]}, "tools"),
+        ({"functions": [{}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),

@@ -1,0 +1,43 @@
+"""A chat request's prompt, and how its answers are to be read."""
+
+from octavo.serve.chat_formats import AnswerPlan, answer_plan
+from octavo.serve.context import ServerContext
+from octavo.serve.errors import unsupported
+from octavo.serve.prompts import Prompt, chat_options, normalise_messages
+from octavo.serve.protocol import ChatBody
+from octavo.serve.reasoning import CLOSE, TAIL_TOKENS, ends_in_reasoning
+from octavo.serve.tool_request import tool_use
+
+
+async def plan_chat(context: ServerContext, body: ChatBody) -> tuple[Prompt, AnswerPlan | None]:
+    """The rendered prompt, and the plan for answers that aren't plain content. ApiError 400.
+
+    A grammar rules the answer from its first token, so a think block that the template opened is
+    closed before it.
+    """
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    special = bool(body.add_special_tokens)
+    prompt = await context.encoder.chat(body.messages, chat_options(body, use), special)
+    opened = context.formats.reasoning and _in_reasoning(context, body, prompt)
+    plan = answer_plan(
+        context.formats,
+        use,
+        constrained=False,
+        opened=opened,
+        include_reasoning=body.include_reasoning is not False,
+    )
+    if plan is not None and plan.grammar is not None:
+        raise unsupported("tool_choice", "calls can't be required yet")
+    if opened and plan is not None and plan.grammar is not None:
+        closing = await context.encoder.text(f"\n{CLOSE}\n\n", False)
+        prompt = Prompt((*prompt.ids, *closing.ids))
+    return prompt, plan
+
+
+def _in_reasoning(context: ServerContext, body: ChatBody, prompt: Prompt) -> bool:
+    tokenizer = context.encoder.need_tokenizer("messages")
+    end = tokenizer.decode(prompt.ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    prefill = ""
+    if body.continue_final_message:
+        prefill = normalise_messages(body.messages[-1:])[0]["content"] or ""
+    return ends_in_reasoning(end, prefill)
