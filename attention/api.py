@@ -27,9 +27,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 """What `impl` may name. Each raises NotImplementedError, before any work, for what it can't do."""
 
-AUTO_ORDER = ("xla",)
-"""What "auto" tries, in order. The Mosaic kernels must be named until a whole engine has been shown
-to run on them."""
+AUTO_ORDER = ("mosaic", "xla")
+"""What "auto" tries, in order: the kernels first, where they take the device, type and shape."""
 
 
 def attend(

@@ -64,7 +64,7 @@ class DecodeTuning:
     """How the kernel is laid out on the chip. Only `chunk` can change a result's rounding.
 
     Attributes:
-        chunk: tokens of context a work item, half of it in the first two; a multiple of 128.
+        chunk: tokens of context a work item; a multiple of 64.
         stages: pages' tiles in each ring.
         pairs: memory and compute warpgroups a block, 1 or 2 of each.
         num_blocks: thread blocks of the persistent grid, one a multiprocessor.
@@ -79,8 +79,8 @@ class DecodeTuning:
     interpreted: bool = False
 
     def __post_init__(self) -> None:
-        if self.chunk <= 0 or self.chunk % 128:
-            raise ValueError(f"chunk={self.chunk} must be a positive multiple of 128")
+        if self.chunk <= 0 or self.chunk % BLOCK:
+            raise ValueError(f"chunk={self.chunk} must be a positive multiple of {BLOCK}")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
         if self.pairs not in (1, 2):

@@ -70,27 +70,15 @@ class Work(NamedTuple):
 
 
 def count_chunks(tokens: int, chunk: int) -> int:
-    """Chunks of a context of so many tokens: the first `chunk` tokens are two, then one each."""
-    return -(-tokens // chunk) + 1 if tokens > chunk // 2 else 1
-
-
-def _chunk_of(position: Array, chunk: int) -> Array:
-    """Chunk that holds a position. Halving the first one shortens a lone short row's longest walk
-    at no cost to long rows."""
-    half = chunk // 2
-    return jnp.where(position < chunk, position // half, position // chunk + 1)
-
-
-def _chunk_start(index: Array, chunk: int) -> Array:
-    """First position of a chunk."""
-    return jnp.where(index < 2, index * (chunk // 2), (index - 1) * chunk)
+    """Chunks of a context of so many tokens."""
+    return -(-tokens // chunk)
 
 
 def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: int) -> Work:
     """The work list of a step. Equal for all layers of equal window, so XLA computes it once.
 
-    Order: whole chunks, then halves, with every row's last chunk among them by size; what is
-    dealt in this order ends within about half a chunk of each other.
+    Order: whole chunks, then every row's last chunk by size; what is dealt in this order ends
+    within about half a chunk of each other.
     """
     num_rows, num_pages = meta.block_tables.shape
     kv_lens = meta.kv_lens
@@ -100,46 +88,26 @@ def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: 
     if window is not None:
         lowest = jnp.maximum(first_query - window + 1, 0)
     live = kv_lens > 0
-    first_chunk = _chunk_of(lowest, chunk)
-    last_chunk = jnp.where(live, _chunk_of(kv_lens - 1, chunk), first_chunk)
-    tail_size = jnp.where(live, kv_lens - _chunk_start(last_chunk, chunk), 0)
-    by_size = _longest_first(tail_size)
+    first_chunk = lowest // chunk
+    last_chunk = jnp.where(live, (kv_lens - 1) // chunk, first_chunk)
+    by_size = _longest_first(jnp.where(live, kv_lens - last_chunk * chunk, 0))
 
     index = jnp.arange(num_rows * count_chunks(num_pages * page_size, chunk), dtype=jnp.int32)
-    whole = _listed(jnp.maximum(first_chunk, 2), last_chunk, index)
-    long_tails = jnp.sum(tail_size >= chunk // 2, dtype=jnp.int32)
-    after_whole = index - whole.length
-    halves = _listed(first_chunk, jnp.minimum(last_chunk, 2), after_whole - long_tails)
-    is_half = (after_whole >= long_tails) & (after_whole < long_tails + halves.length)
-    rank = jnp.where(after_whole < long_tails, after_whole, after_whole - halves.length)
-    tail = by_size[jnp.clip(rank, 0, num_rows - 1)]
-    row = jnp.where(index < whole.length, whole.row, jnp.where(is_half, halves.row, tail))
-    part = jnp.where(is_half, halves.chunk, last_chunk[tail])
-    part = jnp.where(index < whole.length, whole.chunk, part)
-
-    begin = jnp.maximum(_chunk_start(part, chunk), lowest[row] // BLOCK * BLOCK)
-    end = jnp.minimum(_chunk_start(part + 1, chunk), kv_lens[row])
-    fields = (row, part, begin, -(-(end - begin) // BLOCK), lowest[row], first_query[row])
-    items = jnp.stack([*fields, kv_lens[row], jnp.zeros_like(row)], axis=1)
-    count = whole.length + halves.length + jnp.sum(live, dtype=jnp.int32)
-    return Work(items, count[None], first_chunk, jnp.where(live, last_chunk + 1, first_chunk))
-
-
-class _Listed(NamedTuple):
-    """Row and chunk at each index of a list of chunks, row after row; and the list's length."""
-
-    row: Array
-    chunk: Array
-    length: Array
-
-
-def _listed(first: Array, end: Array, index: Array) -> _Listed:
-    """The list of chunks first : end of every row, read at `index` (anything outside of it)."""
-    counts = jnp.maximum(end - first, 0)
+    counts = last_chunk - first_chunk
     ends = jnp.cumsum(counts)
     row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, first.shape[0] - 1)
-    return _Listed(row, first[row] + index - (ends - counts)[row], ends[-1])
+    row = jnp.minimum(row, num_rows - 1)
+    part = first_chunk[row] + index - (ends - counts)[row]
+    tail = by_size[jnp.clip(index - ends[-1], 0, num_rows - 1)]
+    row = jnp.where(index < ends[-1], row, tail)
+    part = jnp.where(index < ends[-1], part, last_chunk[tail])
+
+    begin = jnp.maximum(part * chunk, lowest[row] // BLOCK * BLOCK)
+    end = jnp.minimum((part + 1) * chunk, kv_lens[row])
+    fields = (row, part, begin, -(-(end - begin) // BLOCK), lowest[row], first_query[row])
+    items = jnp.stack([*fields, kv_lens[row], jnp.zeros_like(row)], axis=1)
+    count = ends[-1] + jnp.sum(live, dtype=jnp.int32)
+    return Work(items, count[None], first_chunk, jnp.where(live, last_chunk + 1, first_chunk))
 
 
 def _longest_first(size: Array) -> Array:

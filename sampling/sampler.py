@@ -57,22 +57,34 @@ def sample(
     """
     with jax.named_scope("sample"):
         transformed = transform(logits, batch, state, flags)
+        if flags.greedy_only:
+            token, top = _largest(transformed)
+            return jnp.where(jnp.isfinite(top), token, NO_TOKEN)
         if transformed is not logits:
             # The rows are read several times below: XLA must not redo the transforms each time.
             transformed = jax.lax.optimization_barrier(transformed)
         blocks = to_blocks(transformed)
         peaks = block_peaks(blocks)
         usable = jnp.isfinite(jnp.max(peaks, axis=1))
-        token = argmax_token(blocks, peaks)
-        if not flags.greedy_only:
-            drawn = _draw(blocks, peaks, batch, flags, usable)
-            token = jnp.where(batch.temperature > 0, drawn, token)
+        drawn = _draw(blocks, peaks, batch, flags, usable)
+        token = jnp.where(batch.temperature > 0, drawn, argmax_token(blocks, peaks))
         return jnp.where(usable, token, NO_TOKEN)
 
 
-def finite_rows(logits: Float32[Array, "S V"]) -> Bool[Array, " S"]:
-    """Whether each row has no NaN and no +inf, and is not -inf throughout."""
+def finite_rows(logits: Float32[Array, "S V"], flags: SamplingFlags) -> Bool[Array, " S"]:
+    """Whether each row has no NaN and no +inf, and is not -inf throughout.
+
+    Computed as `sample` does under these flags, so that one pass over untouched logits does both.
+    """
+    if flags.greedy_only:
+        return jnp.isfinite(_largest(logits)[1])
     return jnp.isfinite(jnp.max(block_peaks(to_blocks(logits)), axis=1))
+
+
+def _largest(logits: Float32[Array, "S V"]) -> tuple[Int32[Array, " S"], Float32[Array, " S"]]:
+    """Lowest id of each row's largest logit, and the logit; NaN where there is one."""
+    token = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    return token, jnp.take_along_axis(logits, token[:, None], axis=1, mode="clip")[:, 0]
 
 
 def row_keys(batch: SamplingBatch) -> UInt32[Array, "S 2"]:

@@ -6,6 +6,7 @@ buffer and are sliced apart on the device; floats and unsigned words travel as t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -28,8 +29,8 @@ class Field:
 
 
 ALIGN = 64
-"""Buffers are whole multiples of 256 bytes: XLA on GPUs asks inputs to start on such a border,
-and two small transfers in a row may share an allocation."""
+"""Every array starts at a multiple of 256 bytes: XLA may hand a kernel the buffer's own bytes, and
+Mosaic-GPU kernels refuse an operand that starts elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,22 @@ class PackLayout:
 
     fields: tuple[Field, ...]
 
+    def starts(self) -> list[int]:
+        """First word of each array, and the size of the whole buffer in words."""
+        padded = [-(-field.size // ALIGN) * ALIGN for field in self.fields]
+        return list(accumulate(padded, initial=0))
+
     @property
     def size(self) -> int:
         """Words of the whole buffer, padding included."""
-        return -(-sum(field.size for field in self.fields) // ALIGN) * ALIGN
+        return self.starts()[-1]
 
     def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """One int32 buffer [size]. Each array must have its field's shape and kind."""
         buffer = np.zeros(self.size, np.int32)
-        start = 0
-        for field in self.fields:
+        for field, start in zip(self.fields, self.starts()):
             array = arrays[field.name]
             if array.shape != field.shape or array.dtype != KINDS[field.kind]:
                 raise ValueError(f"{field} was given {array.dtype}{array.shape}")
             buffer[start : start + field.size] = array.reshape(-1).view(np.int32)
-            start += field.size
         return buffer

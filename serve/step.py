@@ -43,12 +43,11 @@ class Graph:
 
 def unpack(layout: PackLayout, buffer: Int32[Array, " n"]) -> dict[str, Array]:
     """The arrays of a packed buffer, by name."""
-    arrays, start = {}, 0
-    for field in layout.fields:
+    arrays = {}
+    for field, start in zip(layout.fields, layout.starts()):
         words = buffer[start : start + field.size].reshape(field.shape)
         dtype = {"i32": jnp.int32, "f32": jnp.float32, "u32": jnp.uint32}[field.kind]
         arrays[field.name] = lax.bitcast_convert_type(words, dtype)
-        start += field.size
     return arrays
 
 
@@ -120,7 +119,7 @@ def draw(
     """Tokens and their packed report: [token, finite, (logprob, rank, top ids, top logprobs)]."""
     with jax.named_scope("sample"):
         tokens = sample(logits, batch, state, flags)
-        columns = [tokens[:, None], finite_rows(logits).astype(jnp.int32)[:, None]]
+        columns = [tokens[:, None], finite_rows(logits, flags).astype(jnp.int32)[:, None]]
     if flags.logprobs >= 0:
         columns += logprob_columns(logits, tokens, flags.logprobs)
     return tokens, jnp.concatenate(columns, axis=1)

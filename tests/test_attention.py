@@ -151,7 +151,6 @@ def test_auto_reports_every_refusal(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_):
         raise NotImplementedError("not today")
 
-    monkeypatch.setattr("octavo.attention.api.AUTO_ORDER", ("mosaic", "xla"))
     for name in ("mosaic", "xla"):
         monkeypatch.setitem(IMPLEMENTATIONS, name, refuse)
     with pytest.raises(NotImplementedError, match=r"mosaic: not today; xla: not today"):

@@ -133,7 +133,7 @@ def test_decode_lowers_for_cuda_without_a_gpu(head_dim: int):
 
 def _chunks(lowest: int, length: int, chunk: int) -> set[tuple[int, int, int]]:
     """Index, first key and end of each chunk of a row, by walking its positions."""
-    borders = [0, chunk // 2, *range(chunk, length + chunk, chunk)]
+    borders = list(range(0, length + chunk, chunk))
     return {
         (index, max(start, lowest // 64 * 64), min(end, length))
         for index, (start, end) in enumerate(pairwise(borders))

@@ -106,6 +106,7 @@ def test_8b_shape_with_64_concurrent_requests():
         max_num_seqs=64,
         max_model_len=2048,
         max_batch_tokens=2048,
+        prefix_caching=False,
         artefact_dir="",
     )
     builder, programs = llm.engine.runner.builder, llm.engine.runner.programs

@@ -200,7 +200,8 @@ def test_bad_rows_fail_alone():
     logits[2, 0] = np.inf
     logits[3] = -np.inf
     bad = np.isin(np.arange(SMALL), [1, 2, 3])
-    np.testing.assert_array_equal(finite_rows(jnp.asarray(logits)), ~bad)
+    for flags in (SamplingFlags(greedy_only=True), FILTERS):
+        np.testing.assert_array_equal(finite_rows(jnp.asarray(logits), flags), ~bad)
     for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)):
         rows, flags = rows_of(params, SMALL), SamplingFlags.for_params([params])
         tokens = draws(logits, rows, None, flags)
