@@ -18,7 +18,7 @@ from octavo.serve.launch import build_engine
 from octavo.serve.output import Delta, OutputProcessor, SampleOutput
 from octavo.serve.queue import QueueFull
 from octavo.serve.tokenizer import Tokenizer, load_tokenizer
-from octavo.serve.types import Request, TokenEvent, TokenLogprob
+from octavo.serve.types import Grammar, Request, TokenEvent, TokenLogprob
 
 Prompt = str | Sequence[int]
 
@@ -65,6 +65,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete every prompt; results keep the prompts' order.
@@ -72,26 +73,32 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: one for all or one a prompt; the model's defaults otherwise.
+            grammar: what the texts must be, e.g. Grammar.json_schema({...}): one for all or one a
+                prompt. ValueError for a grammar that does not compile.
             progress: show a progress bar with tokens per second.
         """
         jobs: list[_Job] = []
         try:
-            for prompt, one in self._paired(_as_list(prompts), params):
-                jobs.append(self._start(prompt, one))
+            for prompt, one, grammar_ in self._paired(_as_list(prompts), params, grammar):
+                jobs.append(self._start(prompt, one, grammar_))
             return self._finish(jobs, progress=progress)
         finally:
             for job in jobs:
                 self._drop(job.samples)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        grammar: Grammar | None = None,
     ) -> Generator[CompletionOutput]:
         """Complete one prompt, yielding what each sample gains as it comes.
 
         Each item's text and token_ids are new ones only. The request starts with the first item;
         closing the iterator aborts it. Several streams may be read in turns.
         """
-        job = self._start(prompt, params or self.default_params())
+        job = self._start(prompt, params or self.default_params(), grammar)
         indices = {id_: index for index, id_ in enumerate(job.samples)}
         try:
             for request_id, delta in self._run(job.samples):
@@ -105,12 +112,14 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
+        *,
+        grammar: Grammar | None = None,
         **template_options: Any,
     ) -> RequestOutput:
         """Answer a conversation, rendered by the model's chat template."""
         ids = self._require_tokenizer().encode_chat(list(messages), **template_options)
         params = params or self.default_params(max_tokens=None)
-        return self.generate([ids], params)[0]
+        return self.generate([ids], params, grammar=grammar)[0]
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced float32 logits [T, V] of the ids, through the paged path of serving."""
@@ -130,7 +139,8 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> Iterable[tuple[Prompt, SamplingParams]]:
+        grammar: Grammar | Sequence[Grammar | None] | None,
+    ) -> Iterable[tuple[Prompt, SamplingParams, Grammar | None]]:
         if params is None:
             params = self.default_params()
         if isinstance(params, SamplingParams):
@@ -139,9 +149,17 @@ class LLM:
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} params; give one or as many"
             )
-        return zip(prompts, params, strict=True)
+        if grammar is None or isinstance(grammar, Grammar):
+            grammar = [grammar] * len(prompts)
+        if len(grammar) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(grammar)} grammars; give one or as many"
+            )
+        return zip(prompts, params, grammar, strict=True)
 
-    def _start(self, prompt: Prompt, params: SamplingParams) -> "_Job":
+    def _start(self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None) -> "_Job":
+        if grammar is not None:
+            self.engine.grammars.compile(grammar)
         if isinstance(prompt, str):
             job = _Job(prompt, tuple(self._require_tokenizer().encode(prompt)), params)
         else:
@@ -156,6 +174,7 @@ class LLM:
                     params=replace(params, n=1),
                     eos_ids=self.engine.eos_ids,
                     sample_index=number,
+                    grammar=grammar,
                 )
                 job.samples[request.request_id] = self._outputs.add(request, track=True)
                 self._inbox[request.request_id] = []

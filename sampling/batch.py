@@ -13,7 +13,7 @@ from octavo.sampling.pack import COLUMN, FLOAT_FIELDS, PARAM_FIELDS
 _FIELDS = (*PARAM_FIELDS, "seed", "sample_index", "position", "slot", "generated", "stop_ids")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=list(_FIELDS), meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=[*_FIELDS, "mask"], meta_fields=[])
 @dataclass(frozen=True)
 class SamplingBatch:
     """How each row of a step samples.
@@ -27,6 +27,8 @@ class SamplingBatch:
         slot: row slot in RowState; beyond it for padding rows.
         generated: tokens drawn before.
         stop_ids: ids that end the sample, -1 padded; banned while generated < min_tokens.
+        mask: bit t % 32 of word t // 32 says whether a row's grammar allows token t; all ones
+            for rows without one. None if no row has a grammar.
     """
 
     temperature: Float32[Array, " S"]
@@ -44,6 +46,7 @@ class SamplingBatch:
     slot: Int32[Array, " S"]
     generated: Int32[Array, " S"]
     stop_ids: Int32[Array, "S W"]
+    mask: UInt32[Array, "S words"] | None = None
 
     @classmethod
     def from_matrix(cls, matrix: Int32[Array, "S F"]) -> Self:

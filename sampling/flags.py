@@ -21,6 +21,7 @@ class SamplingFlags:
         penalties: some row may have presence, frequency or repetition penalties.
         bias: some row may have logit_bias, bad or allowed tokens.
         min_tokens: some row may ban its stop ids.
+        grammar: some row comes with a mask of the tokens that its grammar allows.
         logprobs: -1 none; otherwise likeliest tokens reported, one of LOGPROB_BUCKETS.
     """
 
@@ -29,6 +30,7 @@ class SamplingFlags:
     penalties: bool = False
     bias: bool = False
     min_tokens: bool = False
+    grammar: bool = False
     logprobs: int = -1
 
     def __post_init__(self) -> None:
@@ -43,8 +45,8 @@ class SamplingFlags:
         return self.penalties or self.bias
 
     @classmethod
-    def for_params(cls, rows: Iterable[SamplingParams]) -> Self:
-        """The leanest program that serves every row."""
+    def for_params(cls, rows: Iterable[SamplingParams], *, grammar: bool = False) -> Self:
+        """The leanest program that serves every row; `grammar` if some row has a mask."""
         rows = tuple(rows)
         asked = max((-1 if p.logprobs is None else p.logprobs for p in rows), default=-1)
         return cls(
@@ -53,6 +55,7 @@ class SamplingFlags:
             penalties=any(p.has_penalties for p in rows),
             bias=any(p.has_bias for p in rows),
             min_tokens=any(p.min_tokens > 0 for p in rows),
+            grammar=grammar,
             logprobs=-1 if asked < 0 else min(n for n in LOGPROB_BUCKETS if n >= asked),
         )
 
@@ -64,5 +67,6 @@ class SamplingFlags:
             penalties=self.penalties or other.penalties,
             bias=self.bias or other.bias,
             min_tokens=self.min_tokens or other.min_tokens,
+            grammar=self.grammar or other.grammar,
             logprobs=max(self.logprobs, other.logprobs),
         )

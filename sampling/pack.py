@@ -121,10 +121,14 @@ def split_matrix(matrix: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a bitmask over the vocabulary."""
+    return -(-vocab_size // 32)
+
+
 def allowed_mask(params: SamplingParams, vocab_size: int) -> np.ndarray:
-    """uint32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 says whether t may be drawn."""
-    words = -(-vocab_size // 32)
-    allowed = np.zeros(words * 32, bool)
+    """uint32 [mask_words(vocab_size)]: bit t % 32 of word t // 32 says whether t may be drawn."""
+    allowed = np.zeros(mask_words(vocab_size) * 32, bool)
     if params.allowed_token_ids is None:
         allowed[:vocab_size] = True
     else:

@@ -51,9 +51,10 @@ def sample(
 ) -> Int32[Array, " S"]:
     """The next token of each row, or NO_TOKEN for a row that cannot be drawn from.
 
-    Penalties, bias and bans, temperature, top_k, top_p, min_p, in this order; temperature 0 takes
-    the largest logit, lowest id first. Tokens tied with the last one that top_k or top_p keeps are
-    kept. `flags` must cover every row's parameters; refuses flags that need a state without one.
+    Penalties, bias and bans, grammar masks, temperature, top_k, top_p, min_p, in this order;
+    temperature 0 takes the largest logit, lowest id first. Tokens tied with the last one that top_k
+    or top_p keeps are kept. `flags` must cover every row's parameters; refuses flags that need a
+    state or a mask without one.
     """
     with jax.named_scope("sample"):
         transformed = transform(logits, batch, state, flags)

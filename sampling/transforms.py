@@ -1,4 +1,4 @@
-"""Logit transforms before temperature: penalties, bias, bans, in this order.
+"""Logit transforms before temperature: penalties, bias, bans, grammar masks, in this order.
 
 Penalties as in CTRL (arXiv:1909.05858) for repetition and the OpenAI API for presence and
 frequency. Every step leaves the logits of rows that did not ask for it bit-identical.
@@ -6,7 +6,7 @@ frequency. Every step leaves the logits of rows that did not ask for it bit-iden
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.flags import SamplingFlags
@@ -21,16 +21,20 @@ def transform(
 ) -> Float32[Array, "S V"]:
     """Raw logits with the transforms that `flags` name; banned tokens become -inf.
 
-    Refuses flags that need a RowState without one (ValueError).
+    Refuses flags that need a RowState or a mask without one (ValueError).
     """
     if flags.needs_state and state is None:
         raise ValueError(f"{flags} needs a RowState")
+    if flags.grammar and batch.mask is None:
+        raise ValueError(f"{flags} needs a mask")
     if state is not None and flags.penalties:
         logits = penalise(logits, batch, state)
     if state is not None and flags.bias:
         logits = bias_and_ban(logits, batch, state)
     if flags.min_tokens:
         logits = ban_stop_ids(logits, batch)
+    if batch.mask is not None and flags.grammar:
+        logits = keep_allowed(logits, batch.mask)
     return logits
 
 
@@ -71,6 +75,14 @@ def ban_stop_ids(logits: Float32[Array, "S V"], batch: SamplingBatch) -> Float32
         ids = jnp.where(young, batch.stop_ids, -1)
         columns = _drop_negative(ids, logits.shape[1])
         return logits.at[_row_indices(ids), columns].set(-jnp.inf, mode="drop")
+
+
+def keep_allowed(
+    logits: Float32[Array, "S V"], mask: UInt32[Array, "S words"]
+) -> Float32[Array, "S V"]:
+    """Bans the tokens whose bit is 0; `mask` has at least V bits a row."""
+    with jax.named_scope("grammar"):
+        return jnp.where(unpack_bits(mask, logits.shape[1]), logits, -jnp.inf)
 
 
 def _row_indices(ids: Int32[Array, "S n"]) -> Int32[Array, "S n"]:

@@ -3,6 +3,9 @@
 `step` is schedule -> dispatch -> commit. With overlap the batch of this call is dispatched before
 the previous one's tokens are read, so the device never waits for the host; without it the same
 lines run in order, which is the loop that tests compare against.
+
+A batch with grammars is dispatched in two parts: its forward pass runs while the previous tokens
+are read and the masks made that follow from them, then the masks are uploaded and it samples.
 """
 
 import logging
@@ -16,12 +19,17 @@ import numpy as np
 
 from octavo.model.config import ModelConfig
 from octavo.sampling.params import MAX_SEED, SamplingParams
-from octavo.serve.inflight import InFlight
+from octavo.serve.grammar import Grammars
+from octavo.serve.grammar_compile import no_tokens
+from octavo.serve.inflight import Forwarded, InFlight
 from octavo.serve.pace import DecodePace
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler
 from octavo.serve.step_clock import StepClock
 from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatch, TokenEvent
+
+COMPILE_POLL_SECONDS = 0.005
+"""How long an engine that only waits for grammars to compile sleeps before it looks for news."""
 
 log = logging.getLogger("octavo.engine")
 
@@ -35,6 +43,7 @@ class Engine:
         generation: the model's default sampling fields.
         source: file or folder of the model.
         max_model_len: longest prompt + output in tokens.
+        grammars: compiles and follows the requests' grammars.
 
     `decode_wait` bounds, in seconds, what multi-step decode adds to a newcomer's wait (DecodePace).
     """
@@ -46,6 +55,7 @@ class Engine:
         *,
         max_model_len: int,
         eos_ids: tuple[int, ...] = (),
+        grammars: Grammars | None = None,
         generation: dict | None = None,
         source: Path = Path(),
         overlap: bool = True,
@@ -57,6 +67,7 @@ class Engine:
         self.model_config: ModelConfig = runner.graph.config
         self.max_model_len = max_model_len
         self.eos_ids = eos_ids
+        self.grammars = grammars or Grammars(no_tokens, self.model_config.vocab_size)
         self.generation = generation or {}
         self.source = source
         self._overlap = overlap
@@ -69,8 +80,9 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Resolves max_tokens, draws the seed, fills in end-of-sequence ids.
 
-        Raises ValueError for a prompt that is empty, too long or holds ids outside the vocabulary,
-        and QueueFull when too many requests wait.
+        One with a grammar is not admitted before that is compiled. Raises ValueError for a prompt
+        that is empty, too long or holds ids outside the vocabulary and for ignore_eos with a
+        grammar, and QueueFull when too many requests wait.
         """
         check_prompt(request.prompt, self.model_config.vocab_size, self.max_model_len)
         params = request.params
@@ -85,11 +97,16 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=int(self._seeds.integers(MAX_SEED)))
         request = replace(request, params=params, eos_ids=self.eos_ids)
-        self.scheduler.add(request, self._clock())
+        if request.grammar is not None and params.ignore_eos:
+            raise ValueError("ignore_eos can't be true with a grammar, which says where to end")
+        self.scheduler.add(request, self._clock(), held=request.grammar is not None)
+        if request.grammar is not None:
+            self.grammars.start(request)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; unknown ids are ignored (it may just have ended)."""
         self.scheduler.abort(request_id)
+        self.grammars.discard(request_id)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -104,34 +121,73 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[TokenEvent]:
+        events = self._admit_compiled()
         batch = self.scheduler.schedule(self._clock(), self._pace.steps())
-        dispatched = self._dispatch(batch) if batch else None
-        ready = dispatched
+        begun = self._begin(batch) if batch else None
+        previous, self._in_flight = self._in_flight, None
+        if previous:
+            events += self._commit(previous, more=begun is not None)
+        dispatched = self._finish(begun) if begun else None
         if self._overlap:
-            ready, self._in_flight = self._in_flight, dispatched
-        if ready is None:
-            return []
+            self._in_flight = dispatched
+        elif dispatched:
+            events += self._commit(dispatched, more=False)
+        if not (previous or dispatched):
+            self.grammars.wait(COMPILE_POLL_SECONDS)
+        return events
+
+    def _begin(self, batch: ScheduledBatch) -> InFlight | Forwarded:
+        """Dispatch a batch; one that has to wait for masks up to its logits."""
+        begun: InFlight | Forwarded
+        if self.grammars.constrain(batch):
+            begun = self.runner.forward(batch, grammar=True)
+        else:
+            begun = self.runner.dispatch(batch)
+        late = self._in_flight is not None and self._in_flight.done
+        self._steps.dispatched(batch, self._clock(), late=late)
+        return begun
+
+    def _finish(self, begun: InFlight | Forwarded) -> InFlight:
+        """Dispatch the rest of a batch that waits for masks: every token before it is known now."""
+        if isinstance(begun, InFlight):
+            return begun
+        return self.runner.sample(begun, self.grammars.masks(begun.batch, begun.rows))
+
+    def _commit(self, ready: InFlight, *, more: bool) -> list[TokenEvent]:
+        """Wait for a batch's tokens and account for them; `more` if another is on the device."""
         results = ready.read()
         now = self._clock()
         seconds = self._steps.answered(ready.batch, now)
         if ready.batch.is_decode:
             self._pace.note(seconds, ready.batch.num_steps)
+        self.grammars.advance(ready.batch, results)
         events = self.scheduler.commit(ready.batch, results, now)
-        if self._in_flight is None:
+        for event in events:
+            if event.finish_reason is not None:
+                self.grammars.discard(event.request_id)
+        if not more:
             self._steps.rest(now, live=self.scheduler.has_work())
         return events
 
-    def _dispatch(self, batch: ScheduledBatch) -> InFlight:
-        dispatched = self.runner.dispatch(batch)
-        late = self._in_flight is not None and self._in_flight.done
-        self._steps.dispatched(batch, self._clock(), late=late)
-        return dispatched
+    def _admit_compiled(self) -> list[TokenEvent]:
+        """Let requests be admitted whose grammar is compiled; the end of those it is refused to."""
+        events: list[TokenEvent] = []
+        for request_id, error in self.grammars.settled():
+            if error is None:
+                self.scheduler.release(request_id)
+                continue
+            self.scheduler.abort(request_id, FINISH_ERROR)
+            events.append(
+                TokenEvent(request_id, finish_reason=FINISH_ERROR, error=error, invalid=True)
+            )
+        return events
 
     def recover(self, reason: str) -> list[TokenEvent]:
         """After an exception in `step`: fail every request, start from an empty cache."""
         failed = self.scheduler.request_ids()
         for request_id in failed:
             self.scheduler.abort(request_id, FINISH_ERROR)
+        self.grammars.clear()
         self._in_flight = None
         self._steps.rest(self._clock(), live=False)
         self.scheduler.reset()

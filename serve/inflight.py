@@ -15,6 +15,31 @@ LOGPROB, RANK, TOP = 0, 1, 2
 
 
 @dataclass(frozen=True)
+class Forwarded:
+    """A one-step batch whose logits are on their way and whose sampling is not dispatched yet.
+
+    Attributes:
+        batch: what was dispatched.
+        flags: how it will sample.
+        logits: f32[S, V] of each row's last token.
+        packed: the sampling program's input; None if no row samples.
+        prompt_report, prompt_top_n: as in InFlight.
+    """
+
+    batch: ScheduledBatch
+    flags: SamplingFlags
+    logits: jax.Array
+    packed: jax.Array | None
+    prompt_report: jax.Array | None
+    prompt_top_n: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the bucket."""
+        return self.logits.shape[0]
+
+
+@dataclass(frozen=True)
 class InFlight:
     """Device arrays of a batch in progress.
 
@@ -66,7 +91,7 @@ class InFlight:
         if not drawn[:, FINITE].all():
             return RowResult(error=NOT_FINITE)
         if (drawn[:, TOKEN] < 0).any():
-            return RowResult(error=ALL_BANNED)
+            return RowResult(error=ALL_BANNED, invalid=True)
         asked = row.request.params.logprobs
         logprobs = ()
         if asked is not None:

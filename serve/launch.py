@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from octavo.serve.buckets import make_buckets
 from octavo.serve.compile import ProgramKey
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.engine import Engine
+from octavo.serve.grammar import Grammars
+from octavo.serve.grammar_compile import load_tokens
 from octavo.serve.limits import Limits, Memory, page_size_of, resolve_limits
 from octavo.serve.programs import ProgramBuilder, ProgramSettings
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
 from octavo.serve.step import Graph
+from octavo.serve.tokenizer import load_tokenizer
 
 log = logging.getLogger("octavo.launch")
 
@@ -127,12 +131,20 @@ def assemble(
         scheduler,
         max_model_len=limits.max_model_len,
         eos_ids=checkpoint.eos_ids,
+        grammars=_grammars(config, checkpoint),
         generation=checkpoint.generation if config.generation_config == AUTO else {},
         source=checkpoint.path,
         overlap=config.overlap,
         decode_wait=_decode_wait(config, serving=serving),
         seed=config.seed,
     )
+
+
+def _grammars(config: EngineConfig, checkpoint: Checkpoint) -> Grammars:
+    """What follows grammars; the tokenizer is loaded when the first one comes."""
+    load = partial(load_tokenizer, config.tokenizer or checkpoint.path)
+    vocab_size, eos_ids = checkpoint.config.vocab_size, checkpoint.eos_ids
+    return Grammars(partial(load_tokens, load, vocab_size, eos_ids), vocab_size, eos_ids)
 
 
 def _with_max_len(model: ModelConfig, max_len: int) -> ModelConfig:

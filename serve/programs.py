@@ -12,6 +12,8 @@ from octavo.cache.layout import CacheLayout, init_cache
 from octavo.model.params import shape_dtypes
 from octavo.model.sharding import cache_sharding, sharding_tree
 from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
+from octavo.sampling.pack import mask_words
+from octavo.sampling.params import MAX_LOGPROBS
 from octavo.sampling.state import init_row_state
 from octavo.serve import batch as packing
 from octavo.serve import step
@@ -31,6 +33,15 @@ SAMPLING_FLAGS = (
         for full in (False, True)
         for top_n in (-1, *LOGPROB_BUCKETS)
     ),
+    *(
+        replace(flags, grammar=True, logprobs=top_n)
+        for flags in (
+            SamplingFlags(greedy_only=True),
+            SamplingFlags(filters=True),
+            SamplingFlags(filters=True, penalties=True, bias=True, min_tokens=True),
+        )
+        for top_n in (-1, MAX_LOGPROBS)
+    ),
 )
 """Everything that `covering` returns."""
 
@@ -41,10 +52,17 @@ def covering(flags: SamplingFlags) -> SamplingFlags:
     A row's token is the same under every set of flags that covers its parameters.
     """
     full = flags.needs_state or flags.min_tokens
+    logprobs = MAX_LOGPROBS if flags.grammar and flags.logprobs >= 0 else flags.logprobs
     if flags.greedy_only and not full:
-        return flags
-    return SamplingFlags(
-        filters=True, penalties=full, bias=full, min_tokens=full, logprobs=flags.logprobs
+        return replace(flags, logprobs=logprobs)
+    return replace(
+        flags,
+        greedy_only=False,
+        filters=True,
+        penalties=full,
+        bias=full,
+        min_tokens=full,
+        logprobs=logprobs,
     )
 
 
@@ -146,7 +164,11 @@ class ProgramBuilder:
             donate_argnums=(1, 2),
             out_shardings=self.whole,
         )
-        return Lowerable(function, (logits, self._last_abs, state, self._words(layout.size)))
+        args = (logits, self._last_abs, state, self._words(layout.size))
+        if key.flags.grammar:
+            words = mask_words(self.graph.config.vocab_size)
+            args = (*args, self._abstract((key.size, words), jnp.uint32))
+        return Lowerable(function, args)
 
     def _decode(self, key: ProgramKey) -> Lowerable:
         assert key.bucket

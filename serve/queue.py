@@ -25,10 +25,10 @@ class QueueFull(RuntimeError):
 
 
 class WaitingQueue:
-    """Requests without a row, lowest rank first.
+    """Requests without a row, lowest rank first, beside those that are held back for now.
 
-    The bounds hold for newcomers; a preempted request always finds its place again, and a request
-    is never refused for its tokens or its wait when nobody else waits.
+    The bounds hold for newcomers, held ones included; a preempted request always finds its place
+    again, and a request is never refused for its tokens or its wait when nobody else waits.
 
     Attributes:
         tokens: prompt tokens of those who wait.
@@ -39,15 +39,21 @@ class WaitingQueue:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._states: list[RequestState] = []
+        self._held: dict[str, RequestState] = {}
         self.tokens = 0
         self.rate = PrefillRate()
         self.refused: dict[str, int] = dict.fromkeys(BOUNDS, 0)
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._states) + len(self._held)
+
+    def __bool__(self) -> bool:
+        """Whether there is a request to admit."""
+        return bool(self._states)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._states)
+        yield from self._states
+        yield from self._held.values()
 
     @property
     def first(self) -> RequestState:
@@ -59,10 +65,10 @@ class WaitingQueue:
 
         `uncomputed` counts the prompt tokens that running rows have yet to compute.
         """
-        config, count = self._config, len(self._states)
+        config, count = self._config, len(self)
         if count >= config.max_waiting:
             text = f"{count} requests are waiting, the bound is {config.max_waiting}"
-            raise self._full("count", text, self.first.prompt_len)
+            raise self._full("count", text, next(iter(self)).prompt_len)
         if not count:
             return
         excess = self.tokens + newcomer.prompt_len - config.max_waiting_tokens
@@ -102,8 +108,22 @@ class WaitingQueue:
         insort(self._states, state, key=rank_of)
         self.tokens += state.prompt_len
 
+    def hold(self, state: RequestState) -> None:
+        """Keep a request from being admitted until `release`."""
+        self._held[state.request_id] = state
+        self.tokens += state.prompt_len
+
+    def release(self, request_id: str) -> None:
+        """Put a held request in its place."""
+        state = self._held.pop(request_id)
+        self.tokens -= state.prompt_len
+        self.push(state)
+
     def remove(self, state: RequestState) -> None:
-        """Take a request out."""
+        """Take a request out, held or not."""
+        if self._held.pop(state.request_id, None) is not None:
+            self.tokens -= state.prompt_len
+            return
         index = bisect_left(self._states, state.rank, key=rank_of)
         if index == len(self._states) or self._states[index] is not state:
             raise ValueError(f"request {state.request.request_id!r} is not waiting")

@@ -93,7 +93,7 @@ class RequestState:
         self.final_pages = pages_for(longest_sequence(request), page_size)
         self.drawn = 0
         self.pending = 0
-        self.plain = params.is_plain
+        self.plain = params.is_plain and request.grammar is None
         self.finished = False
         self.chain: PageChain | None = None
         wants_prompt = params.prompt_logprobs is not None
@@ -133,7 +133,9 @@ class RequestState:
         Tokens past a stop id are dropped. The caller releases what an ended request holds.
         """
         if result.error is not None:
-            return self.event(finish_reason=FINISH_ERROR, error=result.error)
+            return self.event(
+                finish_reason=FINISH_ERROR, error=result.error, invalid=result.invalid
+            )
         if self.prompt_logprobs is not None:
             # A chunk computed anew after preemption repeats entries; the first ones stand.
             self.prompt_logprobs.extend(
@@ -158,6 +160,8 @@ class RequestState:
             error = f"{len(tokens)} tokens came back for {row.num_steps} steps"
             return self.event(finish_reason=FINISH_ERROR, error=error)
         self.tokens.extend(tokens)
+        if result.complete:
+            return self.event(tokens, result.logprobs, FINISH_STOP)
         ended = len(self.tokens) - self.prompt_len >= self.limit
         return self.event(tokens, result.logprobs, FINISH_LENGTH if ended else None)
 
@@ -168,6 +172,7 @@ class RequestState:
         finish_reason: str | None = None,
         stop_token: int | None = None,
         error: str | None = None,
+        invalid: bool = False,
     ) -> TokenEvent:
         """News of this request; complete prompt logprobs go out once, with the first."""
         prompt_logprobs = None
@@ -181,6 +186,7 @@ class RequestState:
             finish_reason,
             stop_token,
             error,
+            invalid,
             self.cached_tokens,
             self.preemptions,
         )

@@ -21,7 +21,7 @@ from octavo.serve import step
 from octavo.serve.artefact import ArtefactStore
 from octavo.serve.buckets import Bucket
 from octavo.serve.compile import ProgramKey, Programs
-from octavo.serve.inflight import InFlight
+from octavo.serve.inflight import Forwarded, InFlight
 from octavo.serve.programs import ProgramBuilder, ProgramSettings, covering
 from octavo.serve.types import ScheduledBatch, ScheduledRow
 
@@ -86,12 +86,16 @@ class Runner:
 
     def dispatch(self, batch: ScheduledBatch) -> InFlight:
         """Queue one batch on the device and return without waiting for it."""
-        flags = covering(SamplingFlags.for_params(row.request.params for row in batch.rows))
+        if batch.num_steps == 1:
+            return self.sample(self.forward(batch))
+        flags = self._flags(batch)
         if flags.needs_state:
             self._reset_rows(batch)
-        if batch.num_steps > 1:
-            return self._dispatch_decode(batch, flags)
-        return self._dispatch_step(batch, flags)
+        return self._dispatch_decode(batch, flags)
+
+    def _flags(self, batch: ScheduledBatch, *, grammar: bool = False) -> SamplingFlags:
+        params = (row.request.params for row in batch.rows)
+        return covering(SamplingFlags.for_params(params, grammar=grammar))
 
     def _bucket(self, batch: ScheduledBatch) -> Bucket:
         pages = max(len(row.block_table) for row in batch.rows)
@@ -99,7 +103,11 @@ class Runner:
             return self.settings.buckets.decode(len(batch.rows), pages)
         return self.settings.buckets.mixed(batch.num_tokens, len(batch.rows), pages)
 
-    def _dispatch_step(self, batch: ScheduledBatch, flags: SamplingFlags) -> InFlight:
+    def forward(self, batch: ScheduledBatch, *, grammar: bool = False) -> Forwarded:
+        """Queue a one-step batch up to its logits; `grammar` if `sample` will bring a mask."""
+        flags = self._flags(batch, grammar=grammar)
+        if flags.needs_state:
+            self._reset_rows(batch)
         bucket = self._bucket(batch)
         self._count(bucket, batch.num_tokens, 1)
         forward = self.programs.get(ProgramKey("forward", bucket))
@@ -107,20 +115,27 @@ class Runner:
         self.cache, logits, hidden = forward(
             self.params, self.cache, self.last_tokens, self._put(packed)
         )
-        prompt = self._prompt_logprobs(batch, bucket, hidden)
-        report = None
+        prompt_report, prompt_top_n = self._prompt_logprobs(batch, bucket, hidden)
+        packed = None
         if any(row.samples for row in batch.rows):
-            report = self._sample(batch, bucket.rows, logits, flags)
-        return InFlight(batch, flags, report, *prompt)
+            packed = self._put(packing.pack_sample(batch.rows, bucket.rows))
+        return Forwarded(batch, flags, logits, packed, prompt_report, prompt_top_n)
 
-    def _sample(
-        self, batch: ScheduledBatch, size: int, logits: jax.Array, flags: SamplingFlags
-    ) -> jax.Array:
-        program = self.programs.get(self.builder.sample_key(size, flags))
-        packed = packing.pack_sample(batch.rows, size)
+    def sample(self, step: Forwarded, mask: np.ndarray | None = None) -> InFlight:
+        """Queue the sampling of a forwarded batch.
+
+        `mask` u32[rows of the bucket, words] holds what grammars allow, see SamplingBatch.mask.
+        """
+        report = None if step.packed is None else self._sample(step, step.packed, mask)
+        return InFlight(step.batch, step.flags, report, step.prompt_report, step.prompt_top_n)
+
+    def _sample(self, step: Forwarded, packed: jax.Array, mask: np.ndarray | None) -> jax.Array:
+        flags = step.flags
+        program = self.programs.get(self.builder.sample_key(step.rows, flags))
         state = self.row_state if flags.needs_state else None
+        masks = () if mask is None else (self._put(mask),)
         self.last_tokens, state, report = program(
-            logits, self.last_tokens, state, self._put(packed)
+            step.logits, self.last_tokens, state, packed, *masks
         )
         self.row_state = state if flags.needs_state else self.row_state
         report.copy_to_host_async()

@@ -92,8 +92,10 @@ class Scheduler:
             finished=dict(self._counters.finished),
         )
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float, *, held: bool = False) -> None:
         """Queue a request that arrives at `now` (seconds on a clock that doesn't jump).
+
+        A held one keeps its rank and is not admitted before `release`.
 
         Raises:
             ValueError: its id is live, its prompt is empty, its max_tokens is not resolved, or it
@@ -108,7 +110,14 @@ class Scheduler:
         self._waiting.refuse_if_full(state, self._rows.uncomputed)
         self._serial += 1
         self._states[request.request_id] = state
-        self._waiting.push(state)
+        if held:
+            self._waiting.hold(state)
+        else:
+            self._waiting.push(state)
+
+    def release(self, request_id: str) -> None:
+        """Let a held request be admitted."""
+        self._waiting.release(request_id)
 
     def abort(self, request_id: str, reason: str = FINISH_ABORT) -> TokenEvent | None:
         """End a request at once, in flight or not; None if it isn't live.
@@ -159,7 +168,7 @@ class Scheduler:
         steps = self._choose_steps(most_steps)
         self._schedule_decodes(steps, rows, states)
         prefilled = self._schedule_prefills(rows, states, now)
-        self._waiting.rate.note(now, prefilled, waiting=len(self._waiting) > 0)
+        self._waiting.rate.note(now, prefilled, waiting=bool(self._waiting))
         if not rows:
             return None
         if steps > 1:

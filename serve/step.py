@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from octavo.attention.contract import AttentionMeta
 from octavo.cache.layout import KVCache
@@ -98,11 +98,15 @@ def sample_step(
     last_tokens: Int32[Array, " slots"],
     state: RowState | None,
     packed: Int32[Array, " n"],
+    mask: UInt32[Array, "S words"] | None = None,
 ) -> tuple[Int32[Array, " slots"], RowState | None, Int32[Array, "S W"]]:
-    """Draw a token for each live row and note it in the device's per-slot state."""
+    """Draw a token for each live row and note it in the device's per-slot state.
+
+    `mask` are the tokens that grammars allow, when the flags say that some row has one.
+    """
     x = unpack(layout, packed)
     live = x["live"] > 0
-    batch = SamplingBatch.from_matrix(x["sampling"])
+    batch = replace(SamplingBatch.from_matrix(x["sampling"]), mask=mask)
     tokens, out = draw(logits, batch, state, flags)
     last_tokens = note_tokens(last_tokens, batch.slot, tokens, live)
     if state is not None:

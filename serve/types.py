@@ -23,6 +23,8 @@ FINISH_ERROR = "error"
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
+MAX_GRAMMAR_BYTES = 64 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
@@ -31,11 +33,16 @@ class Grammar:
     Attributes:
         kind: how `text` is read.
         text: the JSON schema, nothing for json_object, the regular expression, the JSON list of
-            the choices, or the grammar in llguidance's Lark dialect.
+            the choices, or the grammar in llguidance's Lark dialect; at most MAX_GRAMMAR_BYTES
+            (ValueError).
     """
 
     kind: GrammarKind
     text: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"a grammar may have at most {MAX_GRAMMAR_BYTES} bytes")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
@@ -119,6 +126,7 @@ class TokenEvent:
         finish_reason: "stop", "length", "abort", "error" or None while it runs.
         stop_token: id that ended it, when finish_reason is "stop".
         error: message when finish_reason is "error".
+        invalid: the error lies in what was asked (a grammar that does not compile).
         cached_tokens: prompt tokens served from the prefix cache when first admitted.
         preemptions: times the request was preempted so far.
         waited: seconds in the queue and in prefill, on the first event alone.
@@ -131,6 +139,7 @@ class TokenEvent:
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str | None = None
+    invalid: bool = False
     cached_tokens: int = 0
     preemptions: int = 0
     waited: tuple[float, float] | None = None
@@ -210,13 +219,16 @@ class RowResult:
     token_ids holds row.num_steps tokens, fewer only when the last is a stop id; it is empty for a
     row that did not sample. prompt_logprobs, when asked for, holds the entries of the prompt
     tokens at start + 1 .. min(start + query_len, prompt_len - 1), which this chunk's logits
-    predict. `error` fails the request alone (NaN logits).
+    predict. `error` fails the request alone (NaN logits); `invalid` says that the request asked
+    for it. `complete` ends the sample with its tokens: its grammar allows nothing more.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    invalid: bool = False
+    complete: bool = False
 
 
 @dataclass(slots=True)

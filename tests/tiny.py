@@ -5,6 +5,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
 
 from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.families import config_from_hf, family_of
@@ -12,8 +14,11 @@ from octavo.model.params import init_params
 from octavo.model.sharding import kv_replicas_for, make_mesh, sharding_tree
 from octavo.serve.config import EngineConfig
 from octavo.serve.engine import Engine
+from octavo.serve.grammar import Grammars
+from octavo.serve.grammar_compile import load_tokens
 from octavo.serve.launch import assemble
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
+from octavo.serve.tokenizer import Tokenizer
 from octavo.serve.types import Request
 
 ARTEFACTS = str(Path(__file__).parent.parent / ".cache" / "test-artefacts")
@@ -49,6 +54,25 @@ def tiny_config(**fields):
 def tiny_params():
     config = tiny_config()
     return init_params(family_of(config).abstract_params(config), jax.random.key(5))
+
+
+@cache
+def tiny_tokenizer():
+    """The printable ASCII characters, a line break and pieces of JSON, in GPT-2's spelling."""
+    specials = ["<unk>", "<s>", "<pad>", "</s>"]
+    pieces = [*map(chr, range(33, 127)), "Ġ", "Ċ", '{"', '":', '",', 'Ġ"', "Ġ{", "true", "false"]
+    pieces += ["null", '"}', "}}", "[]", "ab", "ba", "aa", "name", "Ġa", "yes", "no", "00", "12"]
+    vocab = {piece: i for i, piece in enumerate(specials + pieces)}
+    backend = Backend(models.BPE(vocab, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in specials])
+    return Tokenizer(backend, special_tokens={"eos_token": "</s>"}, eos_ids=(EOS,))
+
+
+@cache
+def tiny_tokens():
+    """The tokenizer as grammars use it."""
+    return load_tokens(tiny_tokenizer, VOCAB, (EOS,))
 
 
 NUM_PAGES = 33
@@ -113,6 +137,7 @@ def tiny_engine(*, eos_ids=(), params=None, tensor=1, **fields):
         Scheduler(SchedulerConfig(**settings)),
         max_model_len=settings["max_model_len"],
         eos_ids=eos_ids,
+        grammars=Grammars(tiny_tokens, VOCAB, eos_ids),
         overlap=settings["overlap"],
         seed=0,
     )

@@ -1,0 +1,144 @@
+"""Which tokens the grammars of live requests allow next. No jax.
+
+A matcher follows one sample: it takes each committed token and fills the row's bitmask for the next
+one. It knows committed tokens only, so preemption, chunking and aborts leave nothing to undo.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octavo.sampling.pack import mask_words
+from octavo.serve.grammar_compile import GrammarCompiler, GrammarError, Job, reason, settle
+from octavo.serve.types import Grammar, Request, RowResult, ScheduledBatch
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+ALL_ONES = 0xFFFFFFFF
+
+
+class Grammars:
+    """Compiles grammars in the background and follows the samples that have one.
+
+    `load` gives the model's tokens, a second's work that the first grammar starts in a thread;
+    `eos_ids` end a sample wherever its grammar may end.
+    """
+
+    def __init__(
+        self, load: Callable[[], "LLTokenizer"], vocab_size: int, eos_ids: Sequence[int] = ()
+    ) -> None:
+        self._compiler = GrammarCompiler(load)
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(eos_ids)
+        self._jobs: dict[str, Job] = {}
+        self._matchers: dict[str, LLMatcher] = {}
+        self._failures: dict[str, str] = {}
+        self._executor: LLExecutor | None = None
+
+    def start(self, request: Request) -> None:
+        """Compile a request's grammar in the background; `settled` tells when it is done."""
+        assert request.grammar is not None
+        self._jobs[request.request_id] = self._compiler.submit(request.grammar)
+
+    def compile(self, grammar: Grammar) -> None:
+        """Compile and wait for it, so that a request need not; GrammarError if it is refused."""
+        job = self._compiler.submit(grammar)
+        settle(job)
+        job.matcher()
+
+    def settled(self) -> list[tuple[str, str | None]]:
+        """Requests whose grammar has been compiled or refused since the last call, with why."""
+        ended: list[tuple[str, str | None]] = []
+        for request_id, job in list(self._jobs.items()):
+            if not job.settled():
+                continue
+            del self._jobs[request_id]
+            error = None
+            try:
+                self._matchers[request_id] = job.matcher()
+            except GrammarError as refusal:
+                error = str(refusal)
+            ended.append((request_id, error))
+        return ended
+
+    def wait(self, seconds: float) -> None:
+        """Until some compile has ended, at most so long; at once when nothing compiles."""
+        if self._jobs:
+            wait([job.future for job in self._jobs.values()], seconds, FIRST_COMPLETED)
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request, compiled or not."""
+        self._jobs.pop(request_id, None)
+        self._matchers.pop(request_id, None)
+        self._failures.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._jobs.clear()
+        self._matchers.clear()
+        self._failures.clear()
+
+    def constrain(self, batch: ScheduledBatch) -> bool:
+        """Whether some row of the batch samples under a grammar."""
+        if not self._matchers:
+            return False
+        return any(row.samples and row.request_id in self._matchers for row in batch.rows)
+
+    def masks(self, batch: ScheduledBatch, rows: int) -> np.ndarray:
+        """What the rows of a batch may draw, u32[rows, words]: see SamplingBatch.mask.
+
+        llguidance fills the rows in its own threads; rows without a grammar, rows whose sample has
+        ended meanwhile and padding allow everything.
+        """
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        self._executor = self._executor or LLExecutor()
+        mask = np.full((rows, mask_words(self._vocab_size)), ALL_ONES, np.uint32)
+        todo = [
+            (self._matchers[row.request_id], index)
+            for index, row in enumerate(batch.rows)
+            if row.samples and row.request_id in self._matchers
+        ]
+        if todo:
+            fill_next_token_bitmask_par(self._executor, todo, mask.view(np.int32))
+            self._let_all_eos(mask, [index for _, index in todo])
+        for matcher, index in todo:
+            if matcher.is_error():
+                self._failures[batch.rows[index].request_id] = reason(matcher)
+        return mask
+
+    def _let_all_eos(self, mask: np.ndarray, rows: list[int]) -> None:
+        """Any end-of-sequence id is allowed where the first one is, and nowhere else."""
+        if len(self._eos_ids) < 2:
+            return
+        first, *others = self._eos_ids
+        may_end = (mask[rows, first // 32] >> np.uint32(first % 32)) & np.uint32(1)
+        for token in others:
+            shift = np.uint32(token % 32)
+            without = mask[rows, token // 32] & ~(np.uint32(1) << shift)
+            mask[rows, token // 32] = without | (may_end << shift)
+
+    def advance(self, batch: ScheduledBatch, results: Sequence[RowResult]) -> None:
+        """Take the batch's drawn tokens; results whose grammar is complete or failed say so."""
+        if not self._matchers:
+            return
+        for row, result in zip(batch.rows, results):
+            matcher = self._matchers.get(row.request_id)
+            if matcher is not None and result.token_ids:
+                self._take(row.request, matcher, result)
+
+    def _take(self, request: Request, matcher: "LLMatcher", result: RowResult) -> None:
+        (token,) = result.token_ids
+        failure = self._failures.get(request.request_id)
+        if failure is None and token in request.stop_ids:
+            return
+        if failure is None and not matcher.consume_token(token):
+            failure = reason(matcher)
+        if failure is not None:
+            result.error, result.invalid = f"grammar: {failure}", True
+            return
+        result.complete = matcher.is_stopped()

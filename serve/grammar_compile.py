@@ -1,0 +1,209 @@
+"""Grammars to llguidance matchers, in threads and within limits. No jax.
+
+llguidance bounds a grammar's size and what a compile or a mask may cost; the deadline here is the
+last resort. Equal grammars share a compile, so n samples of a prompt cost one.
+"""
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from octavo.serve.tokenizer import Tokenizer
+from octavo.serve.types import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+COMPILE_SECONDS = 5.0
+COMPILE_THREADS = 2
+CACHED_GRAMMARS = 64
+MAX_LEXER_STATES = 30_000
+"""At one or two kilobytes each; grammars people write take hundreds."""
+
+MAX_REASON, MAX_REASON_LINE = 600, 160
+WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
+"""What may stand between two tokens of JSON: enough to indent, too little to never come back."""
+
+
+class GrammarError(ValueError):
+    """A grammar that is refused; the message says why."""
+
+
+class Job:
+    """One grammar's compile: queued, running or done."""
+
+    def __init__(self, compile_: Callable[[], "LLMatcher"], pool: ThreadPoolExecutor) -> None:
+        self._started: float | None = None
+        self._compile = compile_
+        self.future: Future[LLMatcher] = pool.submit(self._run)
+
+    def _run(self) -> "LLMatcher":
+        self._started = time.monotonic()
+        return self._compile()
+
+    def settled(self) -> bool:
+        """Whether it has ended or run for too long."""
+        late = self._started is not None and time.monotonic() - self._started > COMPILE_SECONDS
+        return late or self.future.done()
+
+    def matcher(self) -> "LLMatcher":
+        """A fresh matcher, once it is settled; GrammarError if the grammar is refused."""
+        if not self.future.done():
+            raise GrammarError(f"the grammar took longer than {COMPILE_SECONDS:g} s to compile")
+        error = self.future.exception()
+        if error is None:
+            return self.future.result().deep_copy()
+        if isinstance(error, GrammarError):
+            raise error
+        raise GrammarError(f"{type(error).__name__}: {shortened(str(error))}") from error
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, which `load` makes when the first one comes."""
+
+    def __init__(self, load: Callable[[], "LLTokenizer"]) -> None:
+        self._load = load
+        self._tokenizer: LLTokenizer | None = None
+        self._loading = threading.Lock()
+        self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
+        self._jobs: OrderedDict[Grammar, Job] = OrderedDict()
+
+    def submit(self, grammar: Grammar) -> Job:
+        """The compile of `grammar`, running, queued or done."""
+        job = self._jobs.get(grammar)
+        if job is None:
+            job = self._jobs[grammar] = Job(lambda: self._compile(grammar), self._pool)
+            if len(self._jobs) > CACHED_GRAMMARS:
+                self._jobs.popitem(last=False)
+        self._jobs.move_to_end(grammar)
+        return job
+
+    def _compile(self, grammar: Grammar) -> "LLMatcher":
+        with self._loading:
+            self._tokenizer = self._tokenizer or self._load()
+        return compile_grammar(self._tokenizer, grammar)
+
+
+def no_tokens() -> "LLTokenizer":
+    """The tokens of an engine without a tokenizer: GrammarError."""
+    raise GrammarError("this model has no tokenizer to follow a grammar with")
+
+
+def load_tokens(
+    load: Callable[[], Tokenizer | None], vocab_size: int, eos_ids: Sequence[int]
+) -> "LLTokenizer":
+    """The bytes of every token as llguidance wants them; ids the tokenizer lacks are never allowed.
+
+    GrammarError for a model without a tokenizer or an end-of-sequence id, and for a tokenizer with
+    more tokens than the model or of a kind whose bytes are not known.
+    """
+    from llguidance import LLTokenizer
+
+    tokenizer = load()
+    if tokenizer is None:
+        return no_tokens()
+    if not eos_ids:
+        raise GrammarError("this model has no end-of-sequence id to end a grammar with")
+    try:
+        return LLTokenizer(tokenizer.backend.to_str(), vocab_size, eos_ids[0])
+    except ValueError as error:
+        raise GrammarError(f"this model's tokenizer: {error}") from error
+
+
+def compile_grammar(tokenizer: "LLTokenizer", grammar: Grammar) -> "LLMatcher":
+    """A matcher at the start of `grammar`; GrammarError if it is malformed or too large, has
+    features that are not supported, or allows no text at all."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # a lexer that is too large shows here
+    if matcher.is_error():
+        raise GrammarError(reason(matcher))
+    return matcher
+
+
+def reason(matcher: "LLMatcher") -> str:
+    """Why a matcher is in error, without its internal state."""
+    text = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return "no text fits the grammar" if text.startswith("NoExtension") else shortened(text)
+
+
+def shortened(text: str) -> str:
+    """A message without the bulk of the grammar that it quotes."""
+    lines = [_cut(line, MAX_REASON_LINE) for line in text.splitlines()]
+    return _cut("\n".join(lines), MAX_REASON)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def settle(job: Job) -> None:
+    """Wait until a compile has ended or run for too long."""
+    while not job.settled():
+        wait([job.future], 0.1)
+
+
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case "json_object":
+            return _json_source({"type": "object"})
+        case "json_schema":
+            return _json_source(_parsed(grammar.text))
+        case "regex":
+            return LLMatcher.grammar_from_regex(_unanchored(grammar.text))
+        case "choice":
+            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in _choices(grammar))
+            return _lark_source(f"start: CHOICE\nCHOICE: {words}")
+        case "lark":
+            return _lark_source(grammar.text)
+
+
+def _json_source(schema: object) -> str:
+    from llguidance import LLMatcher
+
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object or true")
+    return LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
+
+
+def _lark_source(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not JSON: {error}") from None
+
+
+def _choices(grammar: Grammar) -> list[str]:
+    words = _parsed(grammar.text)
+    if not isinstance(words, list) or not words or not all(isinstance(w, str) for w in words):
+        raise GrammarError("choices are a list of at least one text")
+    return words
+
+
+def _unanchored(pattern: str) -> str:
+    """A regex without the ^ and $ around it, which say nothing where the whole text must match."""
+    pattern = pattern.removeprefix("^")
+    body = pattern.removesuffix("$")
+    escaped = (len(body) - len(body.rstrip("\\"))) % 2
+    return pattern if escaped else body
