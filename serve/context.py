@@ -1,5 +1,6 @@
 """What the routes share: settings, the engine client, the tokenizer, keys, metrics, traces."""
 
+import asyncio
 import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,8 +121,21 @@ def visit_of(request: Request) -> Visit:
     return request.state.visit
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The request body; ApiError 413 as soon as it is known to be over `limit` bytes."""
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """The request body.
+
+    Raises:
+        ApiError: 413 as soon as it is known to be over max_body_bytes, 408 when it takes longer
+            than receive_seconds to arrive.
+    """
+    try:
+        async with asyncio.timeout(config.receive_seconds):
+            return await _read_body(request, config.max_body_bytes)
+    except TimeoutError:
+        raise errors.body_too_slow(config.receive_seconds) from None
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit:
         raise errors.body_too_large(limit)

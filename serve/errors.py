@@ -57,7 +57,7 @@ class ApiError(Exception):
             headers["retry-after"] = str(self.retry_after)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if self.status == 413:
+        if self.status in (408, 413):
             headers["connection"] = "close"
         return headers
 
@@ -92,6 +92,12 @@ def unknown_model(name: str, served: tuple[str, ...]) -> ApiError:
 def body_too_large(limit: int) -> ApiError:
     """413: the request body is over the limit."""
     return ApiError(413, f"the request body is larger than {limit} bytes", code="body_too_large")
+
+
+def body_too_slow(seconds: float) -> ApiError:
+    """408: the request body did not arrive in time."""
+    text = f"the request body did not arrive within {seconds:g} s"
+    return ApiError(408, text, kind="timeout_error")
 
 
 def overloaded(message: str, retry_after: float) -> ApiError:

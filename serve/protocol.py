@@ -4,8 +4,10 @@ Types are checked here (strictly: no "10" for 10); ranges of sampling fields are
 SamplingParams, prompts and messages by `prompts.py`, so that each message names field and range.
 """
 
+import logging
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -64,10 +66,13 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-class StreamOptions(BaseModel):
-    """What a stream reports beside text."""
+log = logging.getLogger("octavo.server")
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+
+class StreamOptions(BaseModel):
+    """What a stream reports beside text. Others are refused: each would change the stream."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -196,13 +201,22 @@ def parse_body[Body: BaseModel](kind: type[Body], raw: bytes, *, any_extra: bool
 
 def _refuse_unsupported(kind: type[BaseModel], fields: dict[str, Any]) -> None:
     for name, value in fields.items():
-        if name in kind.model_fields or value is None or name in HARMLESS:
+        if name in kind.model_fields or value is None:
+            continue
+        if name in HARMLESS:
+            _note_ignored(name)
             continue
         if name not in UNSUPPORTED:
             raise invalid(f"unknown field {name!r}", name)
         reason, neutral = UNSUPPORTED[name]
         if not any(value == option and type(value) is type(option) for option in neutral):
             raise unsupported(name, reason)
+
+
+@cache
+def _note_ignored(name: str) -> None:
+    """Log a harmless field, the first time that it is sent."""
+    log.info("request field %r is accepted and has no effect", name)
 
 
 def _first_problem(error: ValidationError) -> ApiError:

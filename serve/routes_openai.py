@@ -5,7 +5,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
@@ -25,6 +24,7 @@ from octavo.serve.context import (
 )
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.generation import Generation, Wanted
+from octavo.serve.openapi import request_schema
 from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import (
     ChatBody,
@@ -43,29 +43,12 @@ log = logging.getLogger("octavo.server")
 router = APIRouter()
 
 
-def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(node, list):
-        return [_inlined(item, definitions) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "$ref" in node:
-        return _inlined(definitions[node["$ref"].rsplit("/", 1)[1]], definitions)
-    return {key: _inlined(value, definitions) for key, value in node.items()}
-
-
-def _schema(kind: type[CompletionBody | ChatBody]) -> dict[str, object]:
-    """The body's JSON schema for the OpenAPI document, with nested models written in place."""
-    schema = kind.model_json_schema()
-    schema = _inlined(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-@router.post("/v1/completions", openapi_extra=_schema(CompletionBody), response_model=None)
+@router.post("/v1/completions", openapi_extra=request_schema(CompletionBody), response_model=None)
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     context = context_of(request)
     ready = context.require_ready()
-    body = parse_body(CompletionBody, await read_body(request, context.config.max_body_bytes))
+    body = parse_body(CompletionBody, await read_body(request, context.config))
     context.check_model(body.model)
     check_combinations(body)
     wanted = Wanted(
@@ -82,12 +65,12 @@ async def completions(request: Request) -> Response:
     return await _generate(context, request, body, wanted, ready, prompts, asked)
 
 
-@router.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), response_model=None)
+@router.post("/v1/chat/completions", openapi_extra=request_schema(ChatBody), response_model=None)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     ready = context.require_ready()
-    body = parse_body(ChatBody, await read_body(request, context.config.max_body_bytes))
+    body = parse_body(ChatBody, await read_body(request, context.config))
     context.check_model(body.model)
     check_combinations(body)
     prompt, plan = await plan_chat(context, body)

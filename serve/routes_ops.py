@@ -6,6 +6,7 @@ from octavo.serve import responses
 from octavo.serve.context import ServerContext, context_of, read_body
 from octavo.serve.errors import invalid, unknown_model
 from octavo.serve.metrics import exposition
+from octavo.serve.openapi import request_schema
 from octavo.serve.prompts import chat_options
 from octavo.serve.protocol import DetokenizeBody, TokenizeBody, parse_body
 from octavo.serve.wire import Ready
@@ -50,12 +51,12 @@ async def model(request: Request, name: str) -> Response:
     return _json(_card(context, name, ready))
 
 
-@router.post("/tokenize", response_model=None)
+@router.post("/tokenize", openapi_extra=request_schema(TokenizeBody), response_model=None)
 async def tokenize(request: Request) -> Response:
     """Ids of a text, or of a conversation rendered by the chat template."""
     context = context_of(request)
     ready = context.require_ready()
-    raw = await read_body(request, context.config.max_body_bytes)
+    raw = await read_body(request, context.config)
     body = parse_body(TokenizeBody, raw, any_extra=True)
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -77,12 +78,12 @@ async def tokenize(request: Request) -> Response:
     return _json(answer)
 
 
-@router.post("/detokenize", response_model=None)
+@router.post("/detokenize", openapi_extra=request_schema(DetokenizeBody), response_model=None)
 async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens spelled out."""
     context = context_of(request)
     ready = context.require_ready()
-    raw = await read_body(request, context.config.max_body_bytes)
+    raw = await read_body(request, context.config)
     body = parse_body(DetokenizeBody, raw, any_extra=True)
     context.check_model(body.model)
     tokenizer = context.encoder.need_tokenizer("tokens")

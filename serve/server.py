@@ -21,6 +21,7 @@ from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.context import ServerContext
 from octavo.serve.core import resolve
+from octavo.serve.http_bounds import bounded_http
 from octavo.serve.prompts import Tokenizer
 from octavo.serve.tls import tls_options
 
@@ -119,7 +120,7 @@ class ApiServer:
         self._server = QuietServer(
             uvicorn.Config(
                 create_app(self._context),
-                http="httptools",
+                http=bounded_http(config.receive_seconds),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

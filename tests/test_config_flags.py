@@ -51,6 +51,7 @@ OTHER = {
     "tls_key": "key.pem",
     "otlp_endpoint": "http://127.0.0.1:4318",
     "drain_seconds": 1.0,
+    "receive_seconds": 5.0,
     "request_timeout": 2.5,
     "max_body_bytes": 2048,
     "watchdog_seconds": 9.0,
