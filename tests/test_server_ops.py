@@ -1,16 +1,21 @@
 """Keys, CORS, HTTPS, timing, metrics and admission through the real server with the mock engine."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import trustme
+from mock_engine import BOS, ByteTokenizer
 from mock_server import running
 
 from octavo.serve.config import ServerConfig
+from octavo.serve.prompts import PromptEncoder
+from octavo.serve.protocol import CompletionBody
 from octavo.serve.tls import tls_options
 
 KEYS = "alice:sk-alice\nbob:sk-bob:2\ncarol:sk-carol::1\n"
@@ -213,3 +218,30 @@ def test_a_burst_over_the_bound_is_refused_and_the_rest_is_served(guarded):
         thread.join()
     assert set(statuses) == {200, 429}
     assert statuses.count(200) >= 3
+
+
+# Fields whose effect no other test of the server shows -------------------------------------------
+
+
+def test_max_completion_tokens_goes_before_max_tokens(guarded):
+    body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    for limits, count in (
+        ({"max_completion_tokens": 2}, 2),
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 2, "max_tokens": 3}, 2),
+    ):
+        _, _, answer = guarded.post("/v1/chat/completions", body | limits, **bearer("sk-alice"))
+        assert answer["usage"]["completion_tokens"] == count
+
+
+@pytest.mark.parametrize(("asked", "added"), [(None, True), (True, True), (False, False)])
+def test_add_special_tokens_reaches_the_tokenizer(asked, added):
+    class Recording(ByteTokenizer):
+        def encode(self, text, add_special_tokens=True):
+            return [BOS] * add_special_tokens + super().encode(text)
+
+    with ThreadPoolExecutor(1) as threads:
+        encoder = PromptEncoder(Recording(), threads)
+        body = CompletionBody(prompt="a", add_special_tokens=asked)
+        (prompt,) = asyncio.run(encoder.completion(body))
+    assert prompt.ids == ((BOS, 97) if added else (97,))

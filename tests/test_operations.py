@@ -1,0 +1,110 @@
+"""Dashboard, alert rules, runbook and coverage table against what the server really has."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.serve import protocol, routes_openai, routes_ops
+from octavo.serve.auth import KeyRing
+from octavo.serve.config import ServerConfig
+from octavo.serve.metrics import Recorder, ServerCollector, exposition
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+NAME = re.compile(r"(?:vllm|octavo):[a-z0-9_]+")
+ROW = re.compile(r"^\| ([^|]+) \| `(tests/[a-z0-9_]+\.py)::(\w+)` \|$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Names of all samples and families in the text of /metrics."""
+    keys = KeyRing(ServerConfig(api_key="x"), {})
+    keys.enter(b"x")
+    text = exposition(ServerCollector(Recorder(), keys, "m")).decode()
+    names = set()
+    for family in text_string_to_metric_families(text):
+        names |= {family.name, *(sample.name for sample in family.samples)}
+        if family.type == "counter":
+            names.add(family.name + "_total")
+    return names
+
+
+def stem(name):
+    """A metric's name without what its type adds."""
+    return re.sub(r"(_total)?(_bucket|_sum|_count|_created)?$", "", name)
+
+
+def dashboard():
+    return json.loads((DOCS / "grafana" / "octavo.json").read_text())
+
+
+def rules():
+    (group,) = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
+    return group["rules"]
+
+
+def queries():
+    panels = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    return [*panels, *(rule["expr"] for rule in rules())]
+
+
+@pytest.mark.parametrize("query", queries())
+def test_queries_parse_and_name_metrics_that_exist(samples, query):
+    promql_parser.parse(query.replace("$__rate_interval", "5m"))
+    names = set(NAME.findall(query))
+    assert names
+    assert names <= samples
+
+
+def test_the_dashboard_is_whole():
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(places) == len(panels)
+    assert all(panel["targets"] and panel["title"] for panel in panels)
+
+
+def test_alerts_are_complete_and_in_the_runbook():
+    text = (DOCS / "operations.md").read_text()
+    for rule in rules():
+        assert re.fullmatch(r"\d+m", rule["for"])
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"]
+        assert f"`{rule['alert']}`" in text
+
+
+def test_the_runbook_names_metrics_that_exist_and_leaves_none_out(samples):
+    named = set(NAME.findall((DOCS / "operations.md").read_text()))
+    assert named <= samples
+    assert {name for name in map(stem, samples) if NAME.match(name)} - set(
+        map(stem, named)
+    ) == set()
+
+
+def test_every_endpoint_and_parameter_has_a_test_that_exists():
+    rows = ROW.findall((DOCS / "api-coverage.md").read_text())
+    for subject, file, test in rows:
+        tree = ast.parse((ROOT / file).read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert test in defined, f"{subject}: {file}::{test}"
+    subjects = {subject.strip("`") for subject, _, _ in rows}
+    routes = [*routes_openai.router.routes, *routes_ops.router.routes]
+    served = {f"{m} {r.path.replace(':path', '')}" for r in routes for m in r.methods}
+    fields = {*protocol.CompletionBody.model_fields, *protocol.ChatBody.model_fields}
+    assert (served | fields) - subjects == set()
+
+
+def test_the_image_is_pinned_and_has_a_user_of_its_own():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    images = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    assert images
+    assert all(re.search(r":\d+\.\d+\.\d+", image) for image in images)
+    assert any("-c constraints.txt" in line for line in lines)
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users[-1] not in ("root", "0")
