@@ -2,18 +2,21 @@
 
 from octavo.serve.chat_formats import AnswerPlan, answer_plan
 from octavo.serve.context import ServerContext
-from octavo.serve.errors import unsupported
+from octavo.serve.errors import invalid
 from octavo.serve.prompts import Prompt, chat_options, normalise_messages
 from octavo.serve.protocol import ChatBody
 from octavo.serve.reasoning import CLOSE, TAIL_TOKENS, ends_in_reasoning
+from octavo.serve.structured import Structured
 from octavo.serve.tool_request import tool_use
 
 
-async def plan_chat(context: ServerContext, body: ChatBody) -> tuple[Prompt, AnswerPlan | None]:
+async def plan_chat(
+    context: ServerContext, body: ChatBody, structured: Structured | None
+) -> tuple[Prompt, AnswerPlan | None]:
     """The rendered prompt, and the plan for answers that aren't plain content. ApiError 400.
 
     A grammar rules the answer from its first token, so a think block that the template opened is
-    closed before it.
+    closed before it. Of tools and `structured` one can be had.
     """
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     special = bool(body.add_special_tokens)
@@ -22,13 +25,15 @@ async def plan_chat(context: ServerContext, body: ChatBody) -> tuple[Prompt, Ans
     plan = answer_plan(
         context.formats,
         use,
-        constrained=False,
+        constrained=structured is not None,
         opened=opened,
         include_reasoning=body.include_reasoning is not False,
     )
-    if plan is not None and plan.grammar is not None:
-        raise unsupported("tool_choice", "calls can't be required yet")
-    if opened and plan is not None and plan.grammar is not None:
+    if use is not None and structured is not None:
+        message = f"{structured.field} leaves no room for calls: use it with tool_choice none"
+        raise invalid(message, structured.field)
+    ruled = structured is not None or (plan is not None and plan.grammar is not None)
+    if opened and ruled:
         closing = await context.encoder.text(f"\n{CLOSE}\n\n", False)
         prompt = Prompt((*prompt.ids, *closing.ids))
     return prompt, plan

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.serve import errors, responses
+from octavo.serve import responses
 from octavo.serve.client import Call, EngineClient
 from octavo.serve.detokenize import Detokenizer, TokenTable
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
 from octavo.serve.prompts import Prompt
+from octavo.serve.structured import Structured, failure
 from octavo.serve.timing import SampleTimes, Visit
 from octavo.serve.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
 
@@ -31,6 +32,7 @@ class Wanted:
         usage: a stream ends with a usage event.
         timing: usage says where the time went.
         shown: special tokens that are spelled out whatever skip_special_tokens says.
+        structured: what the text must be, if anything.
     """
 
     chat: bool = False
@@ -41,6 +43,7 @@ class Wanted:
     usage: bool = False
     timing: bool = False
     shown: frozenset[int] = frozenset()
+    structured: Structured | None = None
 
 
 @dataclass(slots=True)
@@ -119,6 +122,8 @@ class Generation:
                 for event in await self.call.next():
                     for choice, delta in self._advance(event):
                         self._keep(choice, delta)
+                    if event.finish_reason == FINISH_ERROR:
+                        raise failure(event, self._wanted.structured)
 
     @contextmanager
     def _accounted(self) -> Iterator[None]:
@@ -140,8 +145,6 @@ class Generation:
         self._recorder.ended(self._visit, choice.times)
 
     def _keep(self, choice: Choice, delta: Delta) -> None:
-        if delta.finish_reason == FINISH_ERROR:
-            raise errors.internal(delta.error or "the sample failed")
         choice.parts.append(delta.text)
         choice.tokens.extend(delta.tokens)
 
@@ -154,7 +157,7 @@ class Generation:
             events = await self.call.next()
             failed = [event for event in events if event.finish_reason == FINISH_ERROR]
             if failed and not any(event.token_ids for event in events):
-                raise errors.internal(failed[0].error or "the sample failed")
+                raise failure(failed[0], self._wanted.structured)
         return events
 
     async def stream(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
@@ -214,7 +217,7 @@ class Generation:
         for event in events:
             if event.finish_reason == FINISH_ERROR:
                 self._advance(event)
-                return body, errors.internal(event.error or "the sample failed")
+                return body, failure(event, self._wanted.structured)
             body += self._render(event)
         return body, None
 

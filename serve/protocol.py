@@ -26,11 +26,11 @@ HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "guided_decoding_backend",
     }
 )
 
 _TOOLS = "functions are called through tools and tool_choice"
-_STRUCTURED = "structured output is not offered yet"
 _TEXT_ONLY = "only text goes in and out"
 
 # Known parameters that would change the answer, with the reason and the values that ask for
@@ -38,13 +38,6 @@ _TEXT_ONLY = "only text goes in and out"
 UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("none", "auto")),
-    "response_format": (_STRUCTURED, ({"type": "text"},)),
-    "structured_outputs": (_STRUCTURED, ({},)),
-    "guided_json": (_STRUCTURED, ()),
-    "guided_regex": (_STRUCTURED, ()),
-    "guided_choice": (_STRUCTURED, ()),
-    "guided_grammar": (_STRUCTURED, ()),
-    "guided_decoding_backend": (_STRUCTURED, ()),
     "suffix": ("text can't be inserted before a suffix", ()),
     "best_of": ("every sample is returned; use n", (1,)),
     "use_beam_search": ("beam search is not offered", (False,)),
@@ -78,10 +71,28 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class SamplingBody(BaseModel):
-    """Fields that completions and chat share. None means the default."""
+class StructuredBody(BaseModel):
+    """What the text must be; `structured.py` reads it, at most one of these may ask for anything.
+
+    Attributes:
+        response_format: OpenAI's: text, json_object or json_schema.
+        structured_outputs: vLLM's: one of json, json_object, regex, choice, grammar.
+        guided_json, guided_regex, guided_choice, guided_grammar: older vLLM's.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    ignore_eos: bool | None = None
+
+
+class SamplingBody(StructuredBody):
+    """Fields that completions and chat share. None means the default."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -99,7 +110,6 @@ class SamplingBody(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

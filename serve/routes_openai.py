@@ -34,6 +34,7 @@ from octavo.serve.protocol import (
     sampling_params,
 )
 from octavo.serve.split_generation import SplitGeneration
+from octavo.serve.structured import Structured, structured_output
 from octavo.serve.wire import Ready
 
 COMPLETION_DEFAULT_TOKENS = 16
@@ -58,6 +59,7 @@ async def completions(request: Request) -> Response:
         token_ids=bool(body.return_token_ids),
         usage=body.include_usage,
         timing=bool(body.return_timing),
+        structured=structured_output(body),
     )
     _need_text(context, body, wanted)
     prompts = await context.encoder.completion(body)
@@ -73,7 +75,10 @@ async def chat_completions(request: Request) -> Response:
     body = parse_body(ChatBody, await read_body(request, context.config))
     context.check_model(body.model)
     check_combinations(body)
-    prompt, plan = await plan_chat(context, body)
+    structured = structured_output(body)
+    prompt, plan = await plan_chat(context, body, structured)
+    if plan is not None and plan.grammar is not None:
+        structured = Structured(plan.grammar, "tools")
     wanted = Wanted(
         chat=True,
         logprobs=body.top_logprobs_asked,
@@ -82,6 +87,7 @@ async def chat_completions(request: Request) -> Response:
         usage=body.include_usage,
         timing=bool(body.return_timing),
         shown=plan.shown if plan else frozenset(),
+        structured=structured,
     )
     asked = body.max_completion_tokens
     asked = body.max_tokens if asked is None else asked
@@ -120,8 +126,7 @@ async def _generate(
     visit = visit_of(request)
     parts = (context.client, context.recorder, context.table, identity, wanted, visit)
     job = SplitGeneration(*parts, plan) if plan else Generation(*parts)
-    grammar = plan.grammar if plan else None
-    _add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id, grammar)
+    _add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id)
     call = job.start()
     guard = Guard(request, call, context)
     try:
@@ -145,7 +150,6 @@ def _add_samples(
     prompts: list[Prompt],
     max_tokens: int | None,
     base_id: str,
-    grammar: engine.Grammar | None,
 ) -> None:
     """Every sample of every prompt as an engine request; ApiError 400 before any is submitted."""
     default = ready.max_model_len if wanted.chat else COMPLETION_DEFAULT_TOKENS
@@ -168,7 +172,7 @@ def _add_samples(
                 sample_index=sample,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
-                grammar=grammar,
+                grammar=wanted.structured.grammar if wanted.structured else None,
             )
             job.add(prompt, request)
 

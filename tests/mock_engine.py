@@ -164,6 +164,11 @@ class MockEngine:
             time.sleep(0.02)
         if STALL in prompt:
             return
+        if request.grammar is not None and "REFUSED" in request.grammar.text:
+            del self.rows[request.request_id]
+            error = "no such feature"
+            yield TokenEvent(request.request_id, finish_reason="error", error=error, invalid=True)
+            return
         if NAN in prompt and row.made == 2:
             del self.rows[request.request_id]
             yield TokenEvent(request.request_id, finish_reason="error", error="NaN in the logits")
@@ -186,6 +191,9 @@ class MockEngine:
             )
         shift = 0 if params.is_greedy else (params.seed or 0) + request.sample_index
         token = expected(request.prompt, row.made, shift)
+        if request.grammar is not None:
+            text = f"{request.grammar.kind} {request.grammar.text}".encode()
+            token = text[row.made] if row.made < len(text) else EOS
         if params.logit_bias:
             token = max(params.logit_bias, key=params.logit_bias.get)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_ids))

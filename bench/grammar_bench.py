@@ -1,0 +1,209 @@
+"""What grammars cost and whether texts end under them: SmolLM2, on whatever device there is.
+
+    python bench/grammar_bench.py --out=bench/results/grammar_cpu.jsonl [--stages=end,masks,engine]
+
+`end`: 20 nested schemas, 5 samples each, temperature 1, max_tokens 512: how many end by themselves,
+and whether each of those parses and validates. `masks`: microseconds a row's mask takes along those
+texts, one row and 32 rows at once, for SmolLM2's vocabulary and one of 128,256 tokens made from it.
+`engine`: tokens a second of 32 rows, all under a grammar beside none.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+from absl import app, flags
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from octavo.bench.grammar_schemas import SCHEMAS
+from octavo.llm import LLM
+from octavo.sampling.pack import mask_words
+from octavo.sampling.params import SamplingParams
+from octavo.serve.grammar_compile import compile_grammar
+from octavo.serve.types import Grammar
+
+_OUT = flags.DEFINE_string("out", "", "file that lines are added to")
+_STAGES = flags.DEFINE_list("stages", ["end", "masks", "engine"], "what to run")
+_SAMPLES = flags.DEFINE_integer("samples", 5, "samples a schema")
+_ROWS = flags.DEFINE_integer("rows", 32, "rows of the engine stage")
+_TOKENS = flags.DEFINE_integer("tokens", 64, "tokens a row of the engine stage")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "rounds of the engine stage")
+
+LARGE_VOCAB = 128_256
+
+
+def report(**fields: Any) -> None:
+    """Print a line and keep it."""
+    line = json.dumps(fields)
+    print(line, flush=True)
+    if _OUT.value:
+        with Path(_OUT.value).open("a") as file:
+            file.write(line + "\n")
+
+
+def sample_texts(llm: LLM) -> dict[str, list[str]]:
+    """Texts that ended by themselves, by schema; reports how many did and whether they validate."""
+    prompts, params, grammars, names = [], [], [], []
+    for name, schema in SCHEMAS.items():
+        question = f"Give me an example of a {name} as JSON."
+        assert llm.tokenizer is not None
+        ids = llm.tokenizer.encode_chat([{"role": "user", "content": question}])
+        for seed in range(_SAMPLES.value):
+            names.append(name)
+            prompts.append(ids)
+            params.append(SamplingParams(temperature=1.0, seed=seed, max_tokens=512))
+            grammars.append(Grammar.json_schema(schema))
+    start = time.perf_counter()
+    outputs = [o.outputs[0] for o in llm.generate(prompts, params, grammar=grammars)]
+    seconds = time.perf_counter() - start
+    ended: dict[str, list[str]] = {}
+    invalid, unfinished = [], []
+    for name, output in zip(names, outputs, strict=True):
+        if output.finish_reason != "stop":
+            unfinished.append(name)
+            continue
+        ended.setdefault(name, []).append(output.text)
+        try:
+            jsonschema.validate(
+                json.loads(output.text),
+                SCHEMAS[name],
+                format_checker=jsonschema.FormatChecker(),
+            )
+        except (ValueError, jsonschema.ValidationError) as error:
+            invalid.append([name, output.text, str(error)[:200]])
+    report(
+        stage="end",
+        samples=len(outputs),
+        ended=len(outputs) - len(unfinished),
+        unfinished=unfinished,
+        invalid=invalid,
+        tokens=sum(len(o.token_ids) for o in outputs),
+        seconds=round(seconds, 1),
+    )
+    return ended
+
+
+def large_tokenizer(backend_json: str, eos: int) -> LLTokenizer:
+    """SmolLM2's pieces and pairs of them, up to LARGE_VOCAB tokens."""
+    data = json.loads(backend_json)
+    vocab = data["model"]["vocab"]
+    words = [piece for piece in vocab if piece.isascii() and len(piece) > 2]
+    rng = np.random.default_rng(0)
+    used = max(vocab.values()) + 1
+    while used < LARGE_VOCAB:
+        left, right = rng.choice(len(words), 2)
+        piece = words[left] + words[right]
+        if piece not in vocab:
+            vocab[piece] = used
+            used += 1
+    return LLTokenizer(json.dumps(data), LARGE_VOCAB, eos)
+
+
+def walk(tokenizer: LLTokenizer, matcher: LLMatcher, text: str) -> Iterator[float]:
+    """Seconds of each mask along a text."""
+    executor = LLExecutor()
+    mask = np.zeros((1, mask_words(tokenizer.vocab_size)), np.int32)
+    for token in tokenizer.tokenize_str(text):
+        start = time.perf_counter()
+        fill_next_token_bitmask_par(executor, [(matcher, 0)], mask)
+        yield time.perf_counter() - start
+        if not matcher.consume_token(token):
+            raise RuntimeError(matcher.get_error())
+
+
+def time_masks(name: str, tokenizer: LLTokenizer, texts: dict[str, list[str]]) -> None:
+    """Report the time of a row's mask, alone and in a batch of 32."""
+    alone = []
+    for schema, samples in texts.items():
+        template = compile_grammar(tokenizer, Grammar.json_schema(SCHEMAS[schema]))
+        for text in samples:
+            alone += walk(tokenizer, template.deep_copy(), text)
+    rows = [(schema, text) for schema, samples in texts.items() for text in samples][:32]
+    matchers = [
+        compile_grammar(tokenizer, Grammar.json_schema(SCHEMAS[schema])).deep_copy()
+        for schema, _ in rows
+    ]
+    tokens = [tokenizer.tokenize_str(text) for _, text in rows]
+    executor, together = LLExecutor(), []
+    mask = np.zeros((len(rows), mask_words(tokenizer.vocab_size)), np.int32)
+    for step in range(max(map(len, tokens))):
+        todo = [(m, i) for i, m in enumerate(matchers) if step < len(tokens[i])]
+        start = time.perf_counter()
+        fill_next_token_bitmask_par(executor, todo, mask)
+        together.append((time.perf_counter() - start) / len(todo))
+        for matcher, i in todo:
+            matcher.consume_token(tokens[i][step])
+    report(
+        stage="masks",
+        vocabulary=name,
+        vocab_size=tokenizer.vocab_size,
+        masks=len(alone),
+        **{f"alone_us_p{p}": micros(alone, p) for p in (50, 90, 99, 100)},
+        **{f"of_32_us_p{p}": micros(together, p) for p in (50, 99)},
+    )
+
+
+def micros(seconds: list[float], percentile: float) -> float:
+    """A percentile in microseconds."""
+    return round(float(np.percentile(seconds, percentile)) * 1e6, 1)
+
+
+def time_engine(llm: LLM) -> None:
+    """Report tokens a second with every row under a grammar, and with none, in turns."""
+    rows, count = _ROWS.value, _TOKENS.value
+    item = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}
+    item |= {"required": ["a", "n"], "additionalProperties": False}
+    grammar = Grammar.json_schema({"type": "array", "items": item, "minItems": 1000})
+    prompts = [[100 + i, *range(300, 316)] for i in range(rows)]
+    free = [SamplingParams(seed=i, max_tokens=count, ignore_eos=True) for i in range(rows)]
+    bound = [SamplingParams(seed=i, max_tokens=count) for i in range(rows)]
+    speeds: dict[str, list[float]] = {"without": [], "with": []}
+    for round_ in range(_ROUNDS.value + 1):
+        for kind in ("without", "with") if round_ % 2 else ("with", "without"):
+            start = time.perf_counter()
+            if kind == "with":
+                outputs = llm.generate(prompts, bound, grammar=grammar)
+            else:
+                outputs = llm.generate(prompts, free)
+            seconds = time.perf_counter() - start
+            made = sum(len(o.outputs[0].token_ids) for o in outputs)
+            if round_:  # the first one compiles
+                speeds[kind].append(made / seconds)
+    medians = {kind: statistics.median(found) for kind, found in speeds.items()}
+    report(
+        stage="engine",
+        rows=rows,
+        tokens=count,
+        max_decode_steps=llm.config.max_decode_steps,
+        tokens_per_second={kind: [round(x, 1) for x in found] for kind, found in speeds.items()},
+        loss_percent=round(100 * (1 - medians["with"] / medians["without"]), 1),
+    )
+
+
+def main(_: list[str]) -> None:
+    """Run the stages."""
+    sizes: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 1024}
+    llm = LLM("smollm2", **sizes)
+    texts: dict[str, list[str]] = {}
+    if {"end", "masks"} & set(_STAGES.value):
+        texts = sample_texts(llm)
+    if "masks" in _STAGES.value:
+        assert llm.tokenizer is not None
+        source, eos = llm.tokenizer.backend.to_str(), llm.engine.eos_ids[0]
+        vocab_size = llm.engine.model_config.vocab_size
+        time_masks("smollm2", LLTokenizer(source, vocab_size, eos), texts)
+        time_masks("128k made of it", large_tokenizer(source, eos), texts)
+    if "engine" in _STAGES.value:
+        time_engine(llm)
+        del llm
+        time_engine(LLM("smollm2", max_decode_steps=1, **sizes))
+
+
+if __name__ == "__main__":
+    app.run(main)
