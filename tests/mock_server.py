@@ -18,7 +18,7 @@ from pathlib import Path
 from mock_engine import MockConfig
 
 HERE = Path(__file__).parent
-HEAVY = {"jax", "jaxlib", "torch", "transformers", "opentelemetry"}
+HEAVY = {"jax", "jaxlib", "torch", "transformers", "opentelemetry.sdk"}
 
 
 def main(settings):
@@ -30,7 +30,7 @@ def main(settings):
     server = ServerConfig(**fields)
     parts = Parts("mock_engine:make", settings["tokenizer"])
     code = run(MockConfig(**settings["engine"]), server, parts)
-    loaded = sorted({name.split(".")[0] for name in sys.modules} & HEAVY)
+    loaded = sorted(set(sys.modules) & HEAVY)
     print("heavy modules:", loaded, flush=True)
     return code
 
