@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, joined to the caller's by W3C traceparent. The SDK is imported when asked for alone.
+"""OpenTelemetry traces, joined to the caller's by W3C traceparent; without them, no SDK is loaded.
 
 Spans are made when a request has ended, from times that are taken anyway: nothing is added to a
 token's way. One span a request (the caller's child), under it queue, prefill and decode of each
