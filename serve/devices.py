@@ -10,9 +10,23 @@ GPU_MEMORY_SHARE = "0.95"
 """Share of a GPU's memory that XLA's allocator may take; the rest is CUDA's own."""
 
 
+XLA_FLAGS = {
+    # Loops run on the device as part of a CUDA graph. By default the host reads each turn's
+    # condition: a decode loop then blocks its caller to the end, and nothing overlaps it.
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+    ),
+    "xla_gpu_graph_min_graph_size": "1",
+}
+"""Every XLA flag in use, and why."""
+
+
 def configure_xla() -> None:
     """Settings that must be in place before jax meets its devices. A user's own settings stand."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
+    flags = os.environ.get("XLA_FLAGS", "")
+    ours = [f"--{name}={value}" for name, value in XLA_FLAGS.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *ours]).strip()
 
 
 def on_gpu() -> bool:

@@ -22,7 +22,7 @@ from octavo.serve.artefact import ArtefactStore
 from octavo.serve.buckets import Bucket
 from octavo.serve.compile import ProgramKey, Programs
 from octavo.serve.inflight import Forwarded, InFlight
-from octavo.serve.programs import ProgramBuilder, ProgramSettings, covering
+from octavo.serve.programs import COMMON_FLAGS, ProgramBuilder, ProgramSettings, covering
 from octavo.serve.types import ScheduledBatch, ScheduledRow
 
 SCORE_ROWS = 512
@@ -86,12 +86,19 @@ class Runner:
 
     def dispatch(self, batch: ScheduledBatch) -> InFlight:
         """Queue one batch on the device and return without waiting for it."""
-        if batch.num_steps == 1:
-            return self.sample(self.forward(batch))
         flags = self._flags(batch)
-        if flags.needs_state:
-            self._reset_rows(batch)
-        return self._dispatch_decode(batch, flags)
+        if batch.num_steps > 1 or self._fuses(batch, flags):
+            return self._dispatch_decode(batch, flags)
+        return self.sample(self.forward(batch))
+
+    def _fuses(self, batch: ScheduledBatch, flags: SamplingFlags) -> bool:
+        """Whether the decode loop serves a single step too: one dispatch instead of two."""
+        return (
+            self.settings.max_decode_steps > 1
+            and batch.is_decode
+            and flags in COMMON_FLAGS
+            and all(row.samples and row.start >= row.prompt_len for row in batch.rows)
+        )
 
     def _flags(self, batch: ScheduledBatch, *, grammar: bool = False) -> SamplingFlags:
         params = (row.request.params for row in batch.rows)
