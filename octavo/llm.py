@@ -14,6 +14,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling.params import SamplingParams
 from octavo.serve.config import EngineConfig, override
 from octavo.serve.configfile import load_config_file
+from octavo.serve.embedding import PROMPT_ONLY, check_pooling, unit_vector
 from octavo.serve.launch import build_engine
 from octavo.serve.output import Delta, OutputProcessor, SampleOutput
 from octavo.serve.queue import QueueFull
@@ -54,6 +55,7 @@ class LLM:
         )
         self._outputs = OutputProcessor(self.tokenizer)
         self._inbox: dict[str, list[Delta]] = {}
+        self._embedded: dict[str, TokenEvent | None] = {}
         self._serial = 0
 
     def default_params(self, **fields: Any) -> SamplingParams:
@@ -125,6 +127,33 @@ class LLM:
         """Teacher-forced float32 logits [T, V] of the ids, through the paged path of serving."""
         return self.engine.score(token_ids)
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "last") -> np.ndarray:
+        """Embeddings f32[N, E] of length 1, a row for each prompt.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            pooling: "last" takes the last token's final hidden state, "mean" the mean of all.
+        """
+        check_pooling(pooling)
+        ids = [self._prompt_ids(prompt) for prompt in _as_list(prompts)]
+        requests: list[Request] = []
+        try:
+            for prompt in ids:
+                self._serial += 1
+                request = Request(f"{self._serial}-e", prompt, PROMPT_ONLY, pooling=pooling)
+                requests.append(request)
+                self._embedded[request.request_id] = None
+                self._add(request)
+            for request in requests:
+                while self._embedded[request.request_id] is None:
+                    self._step()
+            ends = [self._embedded[request.request_id] for request in requests]
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+                self._embedded.pop(request.request_id, None)
+        return np.stack([_vector(end) for end in ends]) if ends else np.zeros((0, 0), np.float32)
+
     # Internals ----------------------------------------------------------------------------------
 
     def _require_tokenizer(self) -> Tokenizer:
@@ -160,10 +189,8 @@ class LLM:
     def _start(self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None) -> "_Job":
         if grammar is not None:
             self.engine.grammars.compile(grammar)
-        if isinstance(prompt, str):
-            job = _Job(prompt, tuple(self._require_tokenizer().encode(prompt)), params)
-        else:
-            job = _Job(None, _token_ids(prompt), params)
+        text = prompt if isinstance(prompt, str) else None
+        job = _Job(text, self._prompt_ids(prompt), params)
         self._serial += 1
         serial = self._serial
         try:
@@ -183,6 +210,11 @@ class LLM:
             self._drop(job.samples)
             raise
         return job
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._require_tokenizer().encode(prompt))
+        return _token_ids(prompt)
 
     def _add(self, request: Request) -> None:
         """Queue a request, stepping the engine while the queue is full."""
@@ -230,6 +262,10 @@ class LLM:
                 raise
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
+        events = list(events)
+        for event in events:
+            if event.request_id in self._embedded:
+                self._embedded[event.request_id] = event
         deltas, aborts = self._outputs.process(events)
         for request_id in aborts:
             self.engine.abort(request_id)
@@ -249,6 +285,12 @@ def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(index(i) for i in ids)
     except TypeError as error:
         raise ValueError(f"a prompt is a text or a list of token ids: {error}") from None
+
+
+def _vector(event: TokenEvent | None) -> np.ndarray:
+    if event is None or event.embedding is None:
+        raise RuntimeError(f"no embedding came: {event and event.error}")
+    return unit_vector(event.embedding)
 
 
 class _Collected:

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from octavo.serve import errors, routes_openai, routes_ops
+from octavo.serve import errors, routes_embeddings, routes_openai, routes_ops, routes_score
 from octavo.serve.context import ServerContext, context_of
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.gate import Gate
@@ -23,6 +23,8 @@ def create_app(context: ServerContext) -> FastAPI:
     app = FastAPI(title="Octavo", version=context.version, redirect_slashes=False)
     app.state.context = context
     app.include_router(routes_openai.router)
+    app.include_router(routes_embeddings.router)
+    app.include_router(routes_score.router)
     app.include_router(routes_ops.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

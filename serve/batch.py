@@ -146,6 +146,27 @@ def prompt_targets(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
     return targets
 
 
+def pooled_rows(batch: ScheduledBatch, bucket: Bucket, size: int) -> np.ndarray:
+    """For each token of a step the row whose embedding it counts for, i32[T]; `size` for none."""
+    rows = np.full(bucket.tokens, size, np.int32)
+    start = 0
+    for index, row in enumerate(batch.rows):
+        end = start + row.query_len
+        if row.request.pooling == "mean":
+            rows[start:end] = index
+        elif pools(row):
+            rows[end - 1] = index
+        start = end
+    return rows
+
+
+def pools(row: ScheduledRow) -> bool:
+    """Whether one of the row's tokens counts for an embedding."""
+    pooling = row.request.pooling
+    ends = row.start + row.query_len == row.prompt_len
+    return pooling == "mean" or (pooling == "last" and ends)
+
+
 def reset_layout(size: int, vocab_size: int) -> PackLayout:
     """Input of the program that builds a row's sampling state; `size` tokens of each kind."""
     return PackLayout(

@@ -17,6 +17,7 @@ TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic", "none")
 REASONING_PARSERS = ("auto", "think", "none")
 ATTENTION_IMPLS = ("auto", "reference", "xla", "mosaic")
 PAGE_SIZES = (16, 32, 64, 128)
+POOLINGS = ("last", "mean")
 
 
 def setting(default: Any, help_text: str) -> Any:
@@ -131,6 +132,7 @@ class ServerConfig:
     reasoning_parser: str = setting(
         AUTO, f"how it writes reasoning: one of {', '.join(REASONING_PARSERS)}"
     )
+    pooling: str = setting("last", "how /v1/embeddings pools hidden states: last or mean")
     log_level: str = setting("info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:
@@ -145,6 +147,7 @@ class ServerConfig:
             raise ValueError(f"otlp_endpoint must be an http(s) address, not {self.otlp_endpoint}")
         _one_of(self, "tool_parser", TOOL_PARSERS)
         _one_of(self, "reasoning_parser", REASONING_PARSERS)
+        _one_of(self, "pooling", POOLINGS)
         _one_of(self, "log_level", ("debug", "info", "warning", "error"))
 
 

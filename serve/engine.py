@@ -19,6 +19,7 @@ import numpy as np
 
 from octavo.model.config import ModelConfig
 from octavo.sampling.params import MAX_SEED, SamplingParams
+from octavo.serve.config import POOLINGS
 from octavo.serve.grammar import Grammars
 from octavo.serve.grammar_compile import no_tokens
 from octavo.serve.inflight import Forwarded, InFlight
@@ -87,6 +88,8 @@ class Engine:
         check_prompt(request.prompt, self.model_config.vocab_size, self.max_model_len)
         params = request.params
         check_token_ids(params, self.model_config.vocab_size)
+        if request.pooling and (request.pooling not in POOLINGS or params.max_tokens != 0):
+            raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, with max_tokens 0")
         if params.max_tokens is None and len(request.prompt) == self.max_model_len:
             raise ValueError(
                 f"prompt has {len(request.prompt)} tokens and fills the context of "

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from octavo.sampling.flags import SamplingFlags
+from octavo.serve.batch import pools
 from octavo.serve.types import RowResult, ScheduledBatch, ScheduledRow, TokenLogprob
 
 NOT_FINITE = "the model produced NaN or infinite logits for this request"
@@ -23,7 +24,7 @@ class Forwarded:
         flags: how it will sample.
         logits: f32[S, V] of each row's last token.
         packed: the sampling program's input; None if no row samples.
-        prompt_report, prompt_top_n: as in InFlight.
+        prompt_report, prompt_top_n, pooled: as in InFlight.
     """
 
     batch: ScheduledBatch
@@ -32,6 +33,7 @@ class Forwarded:
     packed: jax.Array | None
     prompt_report: jax.Array | None
     prompt_top_n: int
+    pooled: jax.Array | None
 
     @property
     def rows(self) -> int:
@@ -49,6 +51,7 @@ class InFlight:
         report: i32[S, W] or, multi-step, i32[k, S, W]; see `step.draw`. None if no row samples.
         prompt_report: i32[T, W] log-probability columns of prompt tokens, or None.
         prompt_top_n: likeliest tokens reported there.
+        pooled: f32[rows, E] sums of hidden states for embeddings, or None.
     """
 
     batch: ScheduledBatch
@@ -56,6 +59,7 @@ class InFlight:
     report: jax.Array | None
     prompt_report: jax.Array | None = None
     prompt_top_n: int = 0
+    pooled: jax.Array | None = None
 
     @property
     def done(self) -> bool:
@@ -69,6 +73,7 @@ class InFlight:
         if report is not None and report.ndim == 2:
             report = report[None]
         prompt = None if self.prompt_report is None else jax.device_get(self.prompt_report)
+        pooled = None if self.pooled is None else jax.device_get(self.pooled)
         results, start = [], 0
         for index, row in enumerate(self.batch.rows):
             prompt_logprobs = ()
@@ -76,7 +81,10 @@ class InFlight:
                 prompt_logprobs = self._prompt_logprobs(row, prompt[start : start + row.query_len])
             start += row.query_len
             columns = report[:, index] if report is not None and row.samples else None
-            results.append(self._row_result(row, columns, prompt_logprobs))
+            result = self._row_result(row, columns, prompt_logprobs)
+            if pooled is not None and pools(row):
+                result = _with_pooled(result, pooled[index])
+            results.append(result)
         return results
 
     def _row_result(
@@ -109,6 +117,14 @@ class InFlight:
             _logprob(token, words, self.prompt_top_n, asked)
             for token, words in zip(targets, columns, strict=False)
         )
+
+
+def _with_pooled(result: RowResult, pooled: np.ndarray) -> RowResult:
+    """The result of a row whose hidden states count for an embedding."""
+    if not np.isfinite(pooled).all():
+        return RowResult(error=NOT_FINITE)
+    result.pooled = pooled
+    return result
 
 
 def _logprob(token: int, words: np.ndarray, top_n: int, asked: int) -> TokenLogprob:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo.cache.layout import CacheLayout, init_cache
 from octavo.model.params import shape_dtypes
+from octavo.model.pooling import sum_by_row
 from octavo.model.sharding import cache_sharding, sharding_tree
 from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
 from octavo.sampling.pack import mask_words
@@ -122,6 +123,7 @@ class ProgramBuilder:
         for top_n in LOGPROB_BUCKETS:
             flags = SamplingFlags(logprobs=top_n)
             keys += [ProgramKey("prompt_logprobs", flags=flags, size=size) for size in tokens]
+        keys += [ProgramKey("pool", size=size) for size in tokens]
         keys += [ProgramKey("reset", size=size) for size in self.settings.reset_sizes()]
         return keys
 
@@ -195,6 +197,10 @@ class ProgramBuilder:
         function = jax.jit(partial(step.prompt_logprobs_step, self.graph, key.flags.logprobs))
         hidden, targets = self._hidden_abs(key.size), self._words(key.size)
         return Lowerable(function, (self._params_abs, hidden, targets))
+
+    def _pool(self, key: ProgramKey) -> Lowerable:
+        function = jax.jit(partial(sum_by_row, rows=self.settings.max_num_seqs))
+        return Lowerable(function, (self._hidden_abs(key.size), self._words(key.size)))
 
     def _logits(self, key: ProgramKey) -> Lowerable:
         function = jax.jit(partial(step.logits_step, self.graph))

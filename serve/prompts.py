@@ -50,27 +50,27 @@ class Prompt:
     text: str | None = None
 
 
-def split_prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts in the `prompt` field: a string, strings, ids, or lists of ids; ApiError 400."""
+def split_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+    """The prompts in the field `name`: a string, strings, ids, or lists of ids; ApiError 400."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
         raise invalid(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such "
+            f"{name} must be a string, a list of strings, a list of token ids or a list of such "
             f"lists, not {_shown(prompt)}",
-            "prompt",
+            name,
         )
     if not prompt:
-        raise invalid("prompt must not be empty", "prompt")
+        raise invalid(f"{name} must not be empty", name)
     if _all_ids(prompt):
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
-        raise invalid(f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS}", "prompt")
+        raise invalid(f"{name} has {len(prompt)} entries, at most {MAX_PROMPTS}", name)
     for i, item in enumerate(prompt):
         if not isinstance(item, str) and not (isinstance(item, list) and _all_ids(item)):
             raise invalid(
-                f"prompt[{i}] must be a string or a list of token ids, not {_shown(item)}",
-                "prompt",
+                f"{name}[{i}] must be a string or a list of token ids, not {_shown(item)}",
+                name,
             )
     return prompt
 
@@ -188,12 +188,17 @@ class PromptEncoder:
     async def completion(self, body: CompletionBody) -> list[Prompt]:
         """The prompts of a completion request."""
         special = body.add_special_tokens is not False
-        return [await self._one(item, special) for item in split_prompts(body.prompt)]
+        return await self.several(body.prompt, "prompt", special)
 
-    async def text(self, text: str, add_special_tokens: bool) -> Prompt:
-        """One text."""
-        encode = self.need_tokenizer("prompt").encode
-        ids = await self._in_thread("prompt", encode, text, add_special_tokens)
+    async def several(self, value: Any, name: str, add_special_tokens: bool) -> list[Prompt]:
+        """The prompts in the field `name`."""
+        items = split_prompts(value, name)
+        return [await self._one(item, add_special_tokens, name) for item in items]
+
+    async def text(self, text: str, add_special_tokens: bool, name: str = "prompt") -> Prompt:
+        """One text, of the field `name`."""
+        encode = self.need_tokenizer(name).encode
+        ids = await self._in_thread(name, encode, text, add_special_tokens)
         return Prompt(tuple(ids), text)
 
     async def chat(
@@ -208,9 +213,9 @@ class PromptEncoder:
         text = await self._in_thread("messages", tokenizer.render_chat, history, **options)
         return await self.text(text, True)
 
-    async def _one(self, item: str | list[int], add_special_tokens: bool) -> Prompt:
+    async def _one(self, item: str | list[int], add_special_tokens: bool, name: str) -> Prompt:
         if isinstance(item, str):
-            return await self.text(item, add_special_tokens)
+            return await self.text(item, add_special_tokens, name)
         return Prompt(tuple(item))
 
     async def _in_thread(self, param: str, function: Any, *args: Any, **options: Any) -> Any:

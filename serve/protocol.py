@@ -56,6 +56,7 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": ("the tokenizer decides", (True,)),
     "logits_processors": ("code in requests is not run", ([],)),
     "echo": ("chat answers don't repeat the prompt", (False,)),
+    "dimensions": ("this model's embeddings mean nothing when cut short", ()),
 }
 
 

@@ -1,5 +1,8 @@
 """What the scheduler knows of one live request. No jax."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.cache.blocks import BlockTable, pages_for
 from octavo.cache.prefix import PageChain
 from octavo.serve.types import (
@@ -40,6 +43,7 @@ class RequestState:
         next_full: tokens at which one more page can be registered.
         finished: it has ended, and what is still in flight for it is dropped.
         prompt_logprobs: entries so far (entry 0 is None); None when not asked for, or delivered.
+        pooled: f32[E], sum of the hidden states that count so far; None before the first.
         cached_tokens: prompt tokens found in the prefix index when first admitted.
         preemptions: times it lost its row.
         admissions: times it was given a row.
@@ -64,6 +68,7 @@ class RequestState:
         "next_full",
         "pending",
         "plain",
+        "pooled",
         "preemptions",
         "prompt_len",
         "prompt_logprobs",
@@ -98,6 +103,7 @@ class RequestState:
         self.chain: PageChain | None = None
         wants_prompt = params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if wants_prompt else None
+        self.pooled: NDArray[np.float32] | None = None
         self.cached_tokens = 0
         self.preemptions = 0
         self.arrived = arrived
@@ -113,7 +119,12 @@ class RequestState:
 
     @property
     def may_hit(self) -> bool:
-        """Whether prefix pages may stand for computing: not while prompt logprobs are missing."""
+        """Whether prefix pages may stand for computing.
+
+        Not while prompt logprobs are missing, and not where every hidden state counts.
+        """
+        if self.request.pooling == "mean":
+            return False
         return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
 
     def leave_row(self) -> None:
@@ -143,6 +154,10 @@ class RequestState:
             )
             if row.start + row.query_len >= self.prompt_len and not self.may_hit:
                 return self.event(finish_reason=FINISH_ERROR, error="prompt logprobs are missing")
+        if result.pooled is not None:
+            # A prompt computed anew after preemption starts from its first token.
+            before = self.pooled if row.start > 0 else None
+            self.pooled = result.pooled if before is None else before + result.pooled
         if not row.samples:
             scored = self.limit == 0 and row.start + row.query_len == self.prompt_len
             return self.event(finish_reason=FINISH_LENGTH) if scored else None
@@ -189,7 +204,14 @@ class RequestState:
             invalid,
             self.cached_tokens,
             self.preemptions,
+            embedding=self._embedding() if finish_reason == FINISH_LENGTH else None,
         )
+
+    def _embedding(self) -> bytes | None:
+        if self.pooled is None:
+            return None
+        count = self.prompt_len if self.request.pooling == "mean" else 1
+        return (self.pooled / count).astype("<f4").tobytes()
 
     def check(self, pending: int, page_size: int) -> None:
         """Assert what holds between calls; `pending` are its sampled tokens in flight."""

@@ -126,7 +126,8 @@ class Runner:
         packed = None
         if any(row.samples for row in batch.rows):
             packed = self._put(packing.pack_sample(batch.rows, bucket.rows))
-        return Forwarded(batch, flags, logits, packed, prompt_report, prompt_top_n)
+        pooled = self._pool(batch, bucket, hidden)
+        return Forwarded(batch, flags, logits, packed, prompt_report, prompt_top_n, pooled)
 
     def sample(self, step: Forwarded, mask: np.ndarray | None = None) -> InFlight:
         """Queue the sampling of a forwarded batch.
@@ -134,7 +135,8 @@ class Runner:
         `mask` u32[rows of the bucket, words] holds what grammars allow, see SamplingBatch.mask.
         """
         report = None if step.packed is None else self._sample(step, step.packed, mask)
-        return InFlight(step.batch, step.flags, report, step.prompt_report, step.prompt_top_n)
+        prompt = (step.prompt_report, step.prompt_top_n)
+        return InFlight(step.batch, step.flags, report, *prompt, pooled=step.pooled)
 
     def _sample(self, step: Forwarded, packed: jax.Array, mask: np.ndarray | None) -> jax.Array:
         flags = step.flags
@@ -178,6 +180,15 @@ class Runner:
         report = self.programs.get(key)(self.params, hidden, self._put(targets))
         report.copy_to_host_async()
         return report, flags.logprobs
+
+    def _pool(self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array) -> jax.Array | None:
+        """Sums of the hidden states that embeddings are made of, f32[max_num_seqs, E]."""
+        if not any(map(packing.pools, batch.rows)):
+            return None
+        rows = packing.pooled_rows(batch, bucket, self.settings.max_num_seqs)
+        sums = self.programs.get(ProgramKey("pool", size=bucket.tokens))(hidden, self._put(rows))
+        sums.copy_to_host_async()
+        return sums
 
     def _reset_rows(self, batch: ScheduledBatch) -> None:
         if self.row_state is None:

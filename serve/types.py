@@ -87,6 +87,7 @@ class Request:
         priority: lower runs first.
         cache_salt: part of the prefix-cache key; equal salts share pages.
         grammar: what the text must be; None is anything.
+        pooling: one of config.POOLINGS for an embedding of the prompt (max_tokens is 0), or "".
     """
 
     request_id: str
@@ -97,6 +98,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     grammar: Grammar | None = None
+    pooling: str = ""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -130,6 +132,7 @@ class TokenEvent:
         cached_tokens: prompt tokens served from the prefix cache when first admitted.
         preemptions: times the request was preempted so far.
         waited: seconds in the queue and in prefill, on the first event alone.
+        embedding: little-endian f32[E], pooled hidden states, on a pooling request's last event.
     """
 
     request_id: str
@@ -143,6 +146,7 @@ class TokenEvent:
     cached_tokens: int = 0
     preemptions: int = 0
     waited: tuple[float, float] | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -221,6 +225,8 @@ class RowResult:
     tokens at start + 1 .. min(start + query_len, prompt_len - 1), which this chunk's logits
     predict. `error` fails the request alone (NaN logits); `invalid` says that the request asked
     for it. `complete` ends the sample with its tokens: its grammar allows nothing more.
+    `pooled` f32[E] is the sum of the chunk's hidden states that count for a pooling request, None
+    where none does.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -229,6 +235,7 @@ class RowResult:
     error: str | None = None
     invalid: bool = False
     complete: bool = False
+    pooled: NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ greedy requests and seed + sample_index otherwise. Ids in the prompt that are sp
 """
 
 import os
+import struct
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -104,6 +105,11 @@ def expected(prompt, i, shift=0):
     return prompt[(i + shift) % len(prompt)]
 
 
+def pooled(prompt, pooling):
+    """An embedding that can be worked out by hand: [length, first id or 0 of "last", last id]."""
+    return struct.pack("<3f", len(prompt), prompt[0] * (pooling == "mean"), prompt[-1])
+
+
 class MockEngine:
     eos_ids = (EOS,)
 
@@ -187,7 +193,10 @@ class MockEngine:
         if params.max_tokens == 0:
             del self.rows[request.request_id]
             return TokenEvent(
-                request.request_id, prompt_logprobs=prompt_logprobs, finish_reason="length"
+                request.request_id,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason="length",
+                embedding=pooled(request.prompt, request.pooling) if request.pooling else None,
             )
         shift = 0 if params.is_greedy else (params.seed or 0) + request.sample_index
         token = expected(request.prompt, row.made, shift)

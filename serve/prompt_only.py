@@ -1,0 +1,97 @@
+"""Requests that generate nothing: their prompts checked, run to the end, one event each."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict
+
+from octavo.serve import errors, responses
+from octavo.serve import types as engine
+from octavo.serve.context import ServerContext, context_of, read_body
+from octavo.serve.errors import ApiError
+from octavo.serve.protocol import parse_body
+from octavo.serve.routes_openai import Guard
+from octavo.serve.types import FINISH_ERROR, TokenEvent
+from octavo.serve.wire import Ready
+
+
+class PromptBody(BaseModel):
+    """Fields of every endpoint that reads prompts and generates nothing."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+async def enter[Body: PromptBody](
+    request: Request, kind: type[Body]
+) -> tuple[ServerContext, Ready, Body]:
+    """The server's state and the validated body of a request that may come in."""
+    context = context_of(request)
+    context.check_key(request)
+    ready = context.require_ready()
+    body = parse_body(kind, await read_body(request, context.config.max_body_bytes))
+    context.check_model(body.model)
+    if body.cache_salt == "":
+        raise errors.invalid("cache_salt must not be empty", "cache_salt")
+    if body.priority is not None and abs(body.priority) > 2**31:
+        raise errors.invalid(f"priority must be a 32-bit integer, not {body.priority}", "priority")
+    return context, ready, body
+
+
+def check_ids(ids: Sequence[int], name: str, ready: Ready, what: str = "") -> None:
+    """ApiError 400 unless the engine can read these ids; `what` they are, if not the field."""
+    if not ids:
+        raise errors.invalid(f"{name} must hold at least one token", name)
+    if not 0 <= min(ids) <= max(ids) < ready.vocab_size:
+        limit = f"token ids are 0 .. {ready.vocab_size - 1}"
+        raise errors.invalid(f"{name} holds an id outside the vocabulary: {limit}", name)
+    if len(ids) > ready.max_model_len:
+        message = f"{what or name}: {len(ids)} tokens, but the context holds {ready.max_model_len}"
+        raise ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def identity(context: ServerContext, prefix: str) -> responses.Identity:
+    """What the answer says of itself."""
+    name = f"{prefix}-{uuid.uuid4().hex}"
+    return responses.Identity(name, int(time.time()), context.names[0], context.fingerprint)
+
+
+async def run_prompts(
+    context: ServerContext, request: Request, requests: Sequence[engine.Request]
+) -> list[TokenEvent]:
+    """The last event of each engine request, in order; ApiError if one fails.
+
+    Nothing is left running in the engine, also when the client hangs up.
+    """
+    started = time.monotonic()
+    call = context.client.submit(requests)
+    guard = Guard(request, call, context)
+    ends: dict[str, TokenEvent] = {}
+    lengths = {one.request_id: len(one.prompt) for one in requests}
+    try:
+        while len(ends) < len(requests):
+            for event in await call.next():
+                if event.finish_reason is None:
+                    continue
+                ends[event.request_id] = event
+                length = lengths[event.request_id]
+                context.recorder.ended(event.finish_reason, started, length, 0)
+                if event.finish_reason == FINISH_ERROR:
+                    raise errors.internal(event.error or "the request failed")
+    finally:
+        call.close()
+        guard.end()
+    return [ends[one.request_id] for one in requests]
+
+
+def prompt_usage(requests: Sequence[engine.Request], ends: Sequence[TokenEvent]) -> dict[str, Any]:
+    """Tokens read, and how many of them the prefix cache had."""
+    read = sum(len(one.prompt) for one in requests)
+    return responses.usage(read, 0, sum(end.cached_tokens for end in ends))

@@ -1,0 +1,117 @@
+"""/v1/score: log-probabilities of given continuations of one prompt."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.sampling.params import SamplingParams
+from octavo.serve import errors, responses
+from octavo.serve import types as engine
+from octavo.serve.context import ServerContext
+from octavo.serve.prompt_only import (
+    PromptBody,
+    check_ids,
+    enter,
+    identity,
+    prompt_usage,
+    run_prompts,
+)
+from octavo.serve.prompts import split_prompts
+from octavo.serve.responses import LOWEST_LOGPROB
+from octavo.serve.types import TokenEvent
+
+SCORED = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+
+router = APIRouter()
+
+
+class ScoreBody(PromptBody):
+    """POST /v1/score; text_1 and text_2 are other names of prompt and continuations."""
+
+    prompt: Any = None
+    continuations: Any = None
+    text_1: Any = None
+    text_2: Any = None
+
+
+@router.post("/v1/score", response_model=None)
+async def score(request: Request) -> Response:
+    """For each continuation its tokens, their log-probabilities, the sum, and if it is greedy."""
+    context, ready, body = await enter(request, ScoreBody)
+    prompt = _either(body, "prompt", "text_1")
+    continuations = _either(body, "continuations", "text_2")
+    special = body.add_special_tokens is not False
+    pairs = await _tokens(context, prompt, continuations, special)
+    answer = identity(context, "score")
+    requests = []
+    for index, (before, after) in enumerate(pairs):
+        check_ids(before, "prompt", ready)
+        check_ids(after, "continuations", ready)
+        check_ids((*before, *after), "prompt", ready, "prompt and continuation")
+        requests.append(
+            engine.Request(
+                request_id=f"{answer.id}-{index}",
+                prompt=(*before, *after),
+                params=SCORED,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+            )
+        )
+    ends = await run_prompts(context, request, requests)
+    data = [
+        _scored(context, index, after, end)
+        for index, ((_, after), end) in enumerate(zip(pairs, ends))
+    ]
+    fields = {**answer.fields("list"), "data": data, "usage": prompt_usage(requests, ends)}
+    return Response(responses.to_json(fields), media_type="application/json")
+
+
+def _either(body: ScoreBody, name: str, other: str) -> Any:
+    value, alias = getattr(body, name), getattr(body, other)
+    if (value is None) == (alias is None):
+        raise errors.invalid(f"give either {name} or {other}", name)
+    return alias if value is None else value
+
+
+async def _tokens(
+    context: ServerContext, prompt: Any, continuations: Any, special: bool
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(prompt, continuation) as ids, for each continuation.
+
+    Texts are encoded joined and cut after as many tokens as the prompt has alone, as evaluation
+    harnesses do: a tokenizer may merge characters across the border.
+    """
+    (before, *more), afters = split_prompts(prompt), split_prompts(continuations, "continuations")
+    if more:
+        raise errors.invalid(f"prompt must be one prompt, not {1 + len(more)}", "prompt")
+    if any(isinstance(after, str) != isinstance(before, str) for after in afters):
+        message = "continuations must be texts for a text, token ids for token ids"
+        raise errors.invalid(message, "continuations")
+    if not isinstance(before, str):
+        return [(tuple(before), tuple(after)) for after in afters if not isinstance(after, str)]
+    alone = (await context.encoder.text(before, special)).ids
+    pairs = []
+    for after in afters:
+        joined = (await context.encoder.text(f"{before}{after}", special)).ids
+        pairs.append((joined[: len(alone)], joined[len(alone) :]))
+    return pairs
+
+
+def _scored(
+    context: ServerContext, index: int, after: Sequence[int], end: TokenEvent
+) -> dict[str, Any]:
+    entries = [entry for entry in (end.prompt_logprobs or ())[-len(after) :] if entry is not None]
+    if len(entries) != len(after):
+        raise errors.internal("the engine sent no log-probabilities")
+    logprobs = [max(entry.logprob, LOWEST_LOGPROB) for entry in entries]
+    table = context.table
+    return {
+        "object": "score",
+        "index": index,
+        "score": sum(logprobs),
+        "token_ids": list(after),
+        "tokens": [table.label(token) for token in after] if table else None,
+        "token_logprobs": logprobs,
+        "is_greedy": all(entry.rank == 1 for entry in entries),
+    }
