@@ -1,6 +1,6 @@
 """`octavo bench WHAT --flags`: every benchmark is a command here."""
 
-from octavo.bench import engine, kernel, serve, stages, startup
+from octavo.bench import engine, kernel, plots, serve, stages, startup
 from octavo.serve.cli import Command
 from octavo.serve.config import EngineConfig
 
@@ -14,6 +14,7 @@ USAGE = """usage: octavo bench WHAT [--flags]
   startup     process start to first token, cold and warm
   context     one very long prompt: prefill, decode, memory
   all         every recorded figure in resumable stages
+  plots       the recorded results as SVG figures
 
 octavo bench WHAT --help lists its flags. Each measurement is one JSON line with date, hardware and
 versions, on standard output and appended to --out; a table of them follows on standard error.
@@ -29,4 +30,5 @@ COMMANDS = {
     "startup": Command(startup.run, ENGINE, startup.define, startup.HELP),
     "context": Command(engine.run_context, ENGINE, engine.define, engine.HELP),
     "all": Command(stages.run, (), stages.define, stages.HELP),
+    "plots": Command(plots.run, (), plots.define, plots.HELP, "plots"),
 }

@@ -23,6 +23,7 @@ USAGE = """usage: octavo COMMAND [--flags]
   serve      OpenAI-compatible server
   generate   complete prompts:     octavo generate "Once upon a time"
   chat       talk to a model:      octavo chat, or octavo chat "one question"
+  batch      answer a file of requests in the OpenAI batch format
   score      log-likelihood of a text file under the model
   convert    write a model as an Orbax or Hugging Face folder
   bench      measure: octavo bench --help
@@ -158,6 +159,33 @@ def serve(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> in
     return run(config.engine, config.server)
 
 
+def batch(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> int:
+    """Answer a file of requests in the OpenAI batch format; goes on where a run was killed."""
+    import asyncio
+
+    from octavo.serve.offline import run_batch
+
+    if len(paths) != 2:
+        raise ValueError("batch needs two files: octavo batch IN.jsonl OUT.jsonl")
+    source, target = map(Path, paths)
+    names = tuple(values["served_model_name"].value or ())
+    at_once = int(values["at_once"].value or 1)
+    report = asyncio.run(run_batch(config.engine, source, target, names=names, at_once=at_once))
+    print(json.dumps(report.fields()))
+    return 0
+
+
+def _define_batch(values: flags.FlagValues) -> None:
+    flags.DEFINE_list("served_model_name", [], "names in model fields", flag_values=values)
+    flags.DEFINE_integer("at_once", 512, "in flight", lower_bound=1, flag_values=values)
+
+
+BATCH_HELP = """IN.jsonl OUT.jsonl [--flags]
+
+  --served_model_name  names that the requests' model fields may have; default: the model's
+  --at_once=512        requests in flight"""
+
+
 def score(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> int:
     """Mean negative log-likelihood and perplexity of each text file."""
     import numpy as np
@@ -233,6 +261,7 @@ COMMANDS = {
     "serve": Command(serve, (EngineConfig, ServerConfig), _define_nothing, "[--flags]", "serve"),
     "generate": Command(generate, ENGINE, define_sampling, SAMPLING_HELP),
     "chat": Command(chat, ENGINE, define_sampling, SAMPLING_HELP),
+    "batch": Command(batch, ENGINE, _define_batch, BATCH_HELP, "serve"),
     "score": Command(score, ENGINE, _define_nothing, "FILE ... [--flags]"),
     "convert": Command(convert, ENGINE, _define_convert, "TARGET --to=orbax|hf [--flags]", "orbax"),
     "env": Command(env, (), _define_nothing, ""),

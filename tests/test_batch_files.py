@@ -1,0 +1,189 @@
+"""`octavo batch`: the file format, the endpoints behind it, and runs that are killed."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mock_engine import MockConfig
+
+from octavo.serve import batchfile, cli
+from octavo.serve.offline import run_batch
+from octavo.serve.server import Parts
+
+HERE = Path(__file__).parent
+MOCK = Parts("mock_engine:make", "mock_engine:tokenizer")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def mock_in_the_core(monkeypatch):
+    given = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(HERE), given])))
+
+
+def line(name, body, url=COMPLETIONS, **fields):
+    return {"custom_id": name, "method": "POST", "url": url, "body": body, **fields}
+
+
+def completion(name, prompt, **fields):
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **fields}
+    return line(name, body)
+
+
+def write(path, lines):
+    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines)
+    path.write_text(text + "\n")
+    return path
+
+
+def records(path):
+    return [json.loads(one) for one in path.read_text().splitlines()]
+
+
+def run(source, target, **fields):
+    return asyncio.run(run_batch(MockConfig(**fields), source, target, parts=MOCK, at_once=4))
+
+
+def test_every_endpoint_and_every_failure_gets_its_record(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            completion("text", "abc"),
+            "",
+            line("chat", {"messages": messages, "max_tokens": 3, "temperature": 0}, CHAT),
+            line("vector", {"input": "ab"}, "/v1/embeddings"),
+            line("score", {"prompt": "a", "continuations": "b"}, "/v1/score"),
+            completion("range", "abc", temperature=-1),
+            completion("model", "abc", model="other"),
+            completion("nan", "ab<|nan|>", max_tokens=5),
+            completion("stream", "abc", stream=True),
+            completion("text", "again"),
+            line("url", {}, "/metrics"),
+            line("verb", {}, method="GET"),
+            line("", {}),
+            {"custom_id": "bare"},
+            "not json",
+            "[" * 5000,
+        ],
+    )
+    report = run(source, tmp_path / "out.jsonl")
+    assert (report.succeeded, report.failed, report.skipped) == (4, 11, 0)
+    found = records(tmp_path / "out.jsonl")
+    ok = {r["custom_id"]: r["response"]["body"] for r in found if r["error"] is None}
+    assert ok["text"]["choices"][0]["text"] == "abc"
+    assert ok["chat"]["choices"][0]["message"]["content"] == "use"
+    assert len(ok["vector"]["data"][0]["embedding"]) == 3
+    assert ok["score"]["data"][0]["score"] == pytest.approx(-0.1)
+    assert report.completion_tokens == 6
+    answered = {r["custom_id"]: r for r in found if r["error"] and r["response"]}
+    codes = {name: r["response"]["status_code"] for name, r in answered.items()}
+    assert codes == {"range": 400, "model": 404, "nan": 500}
+    assert "temperature" in answered["range"]["error"]["message"]
+    refused = {r["line"]: r["error"]["message"] for r in found if r["response"] is None}
+    words = ("stream", "not unique", "/v1/score", "GET", "custom_id", "url", "batch", "batch")
+    assert sorted(refused) == list(range(9, 17))
+    for number, word in zip(sorted(refused), words, strict=True):
+        assert word in refused[number]
+
+    again = run(source, tmp_path / "out.jsonl")
+    assert (again.succeeded, again.failed, again.skipped) == (0, 0, 15)
+    assert records(tmp_path / "out.jsonl") == found
+
+
+RUN = """
+import asyncio, sys
+from pathlib import Path
+from test_batch_files import MOCK
+from mock_engine import MockConfig
+from octavo.serve.offline import run_batch
+config = MockConfig(step_seconds=0.005)
+asyncio.run(run_batch(config, Path(sys.argv[1]), Path(sys.argv[2]), parts=MOCK, at_once=3))
+"""
+
+
+def test_a_killed_run_goes_on_without_losing_or_repeating_a_line(tmp_path):
+    names = [f"r{i}" for i in range(60)]
+    source = write(tmp_path / "in.jsonl", [completion(n, n, max_tokens=20) for n in names])
+    target = tmp_path / "out.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, source, target], stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while not target.exists() or target.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = target.read_bytes().count(b"\n")
+    assert before < len(names)
+    with target.open("ab") as file:  # as if it had been killed while it wrote
+        file.write(b'{"id":"batch_req_1","custom_id":"r59","resp')
+    report = run(source, target)
+    assert (report.skipped, report.succeeded) == (before, len(names) - before)
+    found = records(target)
+    assert sorted(r["custom_id"] for r in found) == sorted(names)
+    texts = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in found}
+    assert texts == {name: (name * 20)[:20] for name in names}
+
+
+def test_the_engines_end_stops_the_run_and_leaves_its_lines_to_the_next(tmp_path):
+    source = write(tmp_path / "in.jsonl", [completion("a", "abc"), completion("x", "<|exit|>")])
+    with pytest.raises(ValueError, match="run again"):
+        run(source, tmp_path / "out.jsonl")
+    assert "x" not in [r["custom_id"] for r in records(tmp_path / "out.jsonl")]
+
+
+def test_a_full_queue_is_waited_for(tmp_path):
+    source = write(tmp_path / "in.jsonl", [completion(str(i), "ab") for i in range(8)])
+    report = run(source, tmp_path / "out.jsonl", max_waiting=1, step_seconds=0.01)
+    assert (report.succeeded, report.failed) == (8, 0)
+
+
+@given(st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=6), st.integers(0, 10_000))
+def test_a_file_cut_anywhere_resumes_at_its_last_whole_line(names, cut):
+    lines = [batchfile.Line(i, name) for i, name in enumerate(names, 1)]
+    whole = [batchfile.result(one, "id", 200, b'{"text":"\\n"}') for one in lines]
+    data = b"".join(whole)
+    data = data[: cut % (len(data) + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "out.jsonl"
+        path.write_bytes(data)
+        kept = data.count(b"\n")
+        assert batchfile.resume(path) == set(names[:kept])
+        assert path.read_bytes() == b"".join(whole[:kept])
+
+
+@pytest.mark.parametrize("text", ["hello\n", "[]\n", '{"custom_id": 5}\n'])
+def test_a_file_of_something_else_is_not_touched(tmp_path, text):
+    path = tmp_path / "out.jsonl"
+    path.write_text(text + "{")
+    with pytest.raises(ValueError, match="line 1 is no batch result"):
+        batchfile.resume(path)
+    assert path.read_text() == text + "{"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["in.jsonl"], "two files"),
+        (["/no/such.jsonl", "out.jsonl"], "/no/such.jsonl"),
+        (["in.jsonl", "out.jsonl", "--model=/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_failures_are_one_line(tmp_path, monkeypatch, capsys, args, words):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in.jsonl", [completion("a", "b")])
+    assert cli.main(["batch", *args]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("octavo batch: ")
+    assert words in last
