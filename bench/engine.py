@@ -10,6 +10,7 @@ throughput: --workload, all submitted at once.
 context: one prompt of --tokens, then --generated decode steps on it, and the memory they took.
 """
 
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -118,7 +119,8 @@ class EngineBench:
             self.flag["date"],
             label=self.flag["label"],
             model=Path(config.model).name,
-            **{name: getattr(config, name) for name in STAMPED},
+            attention=config.attention,
+            settings=changed(config),
             seed=self.flag["seed_prompts"],
             **stamp,
         )
@@ -272,7 +274,6 @@ class EngineBench:
         )
 
 
-STAMPED = ("dtype", "attention", "overlap", "max_decode_steps", "max_num_seqs", "max_batch_tokens")
 MEASURES: dict[str, Callable[[EngineBench], None]] = {
     "decode": EngineBench.decode,
     "prefill": EngineBench.prefill,
@@ -307,6 +308,17 @@ def stretched(model: str, positions: int, folder: Path) -> str:
     target.mkdir()
     (target / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     return str(target)
+
+
+def changed(config: EngineConfig) -> dict[str, Any]:
+    """The settings that are not at their defaults, the model and where programs are kept apart."""
+    fields = {f.name: f.default for f in dataclasses.fields(config)}
+    found = {name: getattr(config, name) for name in fields}
+    return {
+        name: value
+        for name, value in found.items()
+        if value != fields[name] and name not in ("model", "artefact_dir")
+    }
 
 
 def steady_gaps(times: list[tuple[float, int]], rows: int) -> list[float]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 from absl import flags
 
 import octavo.serve
+from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.bench.report import Results, flag_values, hardware
 
 LIMIT_SECONDS = 540
@@ -45,11 +47,10 @@ class Stage:
 
 
 SERVED = (
-    *("serve", "--n=1000", "--processes=8", "--wait=0"),
-    *("--ttft_limit_ms=200", "--tpot_limit_ms=20", '--extra={"return_token_ids": true}'),
+    *("serve", "--n=1000", "--processes=8"),
+    *("--ttft_limit_ms=200", "--tpot_limit_ms=20"),
 )
-"""The client: one event a token, which a server without a tokenizer sends as ids."""
-
+VOCABULARY = 128256
 SERVER = (f"--model={SHAPE_8B}", *DUMMY, "--no-prefix_caching", "--max_model_len=8320")
 
 STAGES = (
@@ -172,13 +173,16 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 @contextmanager
 def server(args: list[str]) -> Iterator[str]:
-    """The URL of an `octavo serve` that is ready; ended with the block."""
+    """The URL of an `octavo serve` of random weights that is ready; ended with the block."""
     from octavo.bench.load import Target
     from octavo.bench.serve import reach
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--port={port}", *args]
+    folder = tempfile.TemporaryDirectory()
+    write_tokenizer(Path(folder.name), VOCABULARY)
+    given = (f"--port={port}", f"--tokenizer={folder.name}", *args)
+    command = [sys.executable, "-m", "octavo.serve.cli", "serve", *given]
     process = subprocess.Popen(command, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -190,3 +194,4 @@ def server(args: list[str]) -> Iterator[str]:
         raise TimeoutError("the server did not stop") from None
     finally:
         end(process)
+        folder.cleanup()

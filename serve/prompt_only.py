@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from octavo.serve import errors, responses
 from octavo.serve import types as engine
-from octavo.serve.context import ServerContext, context_of, read_body
+from octavo.serve.context import ServerContext, context_of, read_body, visit_of
 from octavo.serve.errors import ApiError
 from octavo.serve.protocol import parse_body
 from octavo.serve.routes_openai import Guard
@@ -29,12 +29,17 @@ class PromptBody(BaseModel):
     cache_salt: str | None = None
 
 
+def schema(kind: type[PromptBody]) -> dict[str, object]:
+    """The body's JSON schema for the OpenAPI document."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 async def enter[Body: PromptBody](
     request: Request, kind: type[Body]
 ) -> tuple[ServerContext, Ready, Body]:
     """The server's state and the validated body of a request that may come in."""
     context = context_of(request)
-    context.check_key(request)
     ready = context.require_ready()
     body = parse_body(kind, await read_body(request, context.config.max_body_bytes))
     context.check_model(body.model)
@@ -70,19 +75,20 @@ async def run_prompts(
 
     Nothing is left running in the engine, also when the client hangs up.
     """
-    started = time.monotonic()
+    visit = visit_of(request)
+    times = {one.request_id: visit.sample(len(one.prompt)) for one in requests}
     call = context.client.submit(requests)
     guard = Guard(request, call, context)
     ends: dict[str, TokenEvent] = {}
-    lengths = {one.request_id: len(one.prompt) for one in requests}
     try:
         while len(ends) < len(requests):
             for event in await call.next():
                 if event.finish_reason is None:
                     continue
                 ends[event.request_id] = event
-                length = lengths[event.request_id]
-                context.recorder.ended(event.finish_reason, started, length, 0)
+                times[event.request_id].note(event, time.monotonic())
+                times[event.request_id].finish_reason = event.finish_reason
+                context.recorder.ended(visit, times[event.request_id])
                 if event.finish_reason == FINISH_ERROR:
                     raise errors.internal(event.error or "the request failed")
     finally:

@@ -15,6 +15,7 @@ from octavo.serve.prompt_only import (
     identity,
     prompt_usage,
     run_prompts,
+    schema,
 )
 from octavo.serve.types import TokenEvent
 
@@ -31,7 +32,7 @@ class EmbeddingBody(PromptBody):
     pooling: str | None = None
 
 
-@router.post("/v1/embeddings", response_model=None)
+@router.post("/v1/embeddings", openapi_extra=schema(EmbeddingBody), response_model=None)
 async def embeddings(request: Request) -> Response:
     """One vector for each text or list of token ids in `input`."""
     context, ready, body = await enter(request, EmbeddingBody)

@@ -16,6 +16,7 @@ from octavo.serve.prompt_only import (
     identity,
     prompt_usage,
     run_prompts,
+    schema,
 )
 from octavo.serve.prompts import split_prompts
 from octavo.serve.responses import LOWEST_LOGPROB
@@ -35,7 +36,7 @@ class ScoreBody(PromptBody):
     text_2: Any = None
 
 
-@router.post("/v1/score", response_model=None)
+@router.post("/v1/score", openapi_extra=schema(ScoreBody), response_model=None)
 async def score(request: Request) -> Response:
     """For each continuation its tokens, their log-probabilities, the sum, and if it is greedy."""
     context, ready, body = await enter(request, ScoreBody)

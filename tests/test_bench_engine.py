@@ -9,7 +9,9 @@ from tiny import ARTEFACTS, tiny_config
 
 from octavo.bench import engine, kernel, stages
 from octavo.bench.floors import Ceilings, ModelCost
+from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.serve import cli
+from octavo.serve.tokenizer import load_tokenizer
 
 GGUF = FOLDER.parent / "gguf" / "tiny-llama-q8_0.gguf"
 SIZES = [
@@ -70,7 +72,7 @@ def test_a_tiny_engine_is_measured(tmp_path, capsys):
     assert [line["warm"] for line in lines[4:6]] == [False, True]
     assert lines[5]["out_tokens"] == 7
     assert lines[0]["model"] == GGUF.name
-    assert lines[0]["max_num_seqs"] == 2
+    assert lines[0]["settings"]["max_num_seqs"] == 2
     assert "output_tok_s" in capsys.readouterr().err
 
 
@@ -115,6 +117,16 @@ def test_bad_words_are_one_line(args, words, capsys):
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"octavo bench {args[0]}: ")
     assert words in line
+
+
+def test_a_made_up_tokenizer_has_a_text_for_each_id(tmp_path):
+    write_tokenizer(tmp_path, 1000)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 1000
+    assert tokenizer.decode(tokenizer.encode("Grüße, 3")) == "Grüße, 3"
+    words = [tokenizer.decode([i]) for i in range(256, 1000)]
+    assert len(set(words)) == 744
+    assert all(word.strip().isalpha() for word in words)
 
 
 # Stages ------------------------------------------------------------------------------------------
