@@ -33,7 +33,8 @@ HELP = """--url=http://127.0.0.1:8000 [--flags]
   --concurrency=256       requests in flight; one run each
   --workload=FILE         .json of lengths, or .jsonl of requests; default: the packaged mix
   --text                  prompts of words, not token ids
-  --n=1000                requests of a run; a rate sends at most --max_seconds of them
+  --n=1000                requests of a run; a rate sends at most --max_seconds=60 of them,
+                          a crowd at most --rounds times its size (0: no limit)
   --vocab=128256          token ids are drawn below this
   --ttft_limit_ms, --tpot_limit_ms  what a request must meet to count as goodput
   --model --api_key --extra='{"top_k": 1}' --path --timeout
@@ -54,6 +55,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list("rates", [], "requests a second", flag_values=values)
     flags.DEFINE_list("concurrency", [], "in flight", flag_values=values)
     number("n", 1000, "requests a run", lower_bound=1, flag_values=values)
+    number("rounds", 0, "of a crowd; 0: n", lower_bound=0, flag_values=values)
     real("max_seconds", 60.0, "a rate sends rate x this at most", flag_values=values)
     number("vocab", 128256, "ids are below", lower_bound=16, flag_values=values)
     real("ttft_limit_ms", 200.0, "goodput", flag_values=values)
@@ -168,7 +170,9 @@ class ServeBench:
 
     def closed_loop(self, crowd: int) -> bool:
         """`crowd` requests in flight; whether anything was answered."""
-        return self._report(self._run(self._flag["n"], at_once=crowd), rate="inf")
+        rounds = self._flag["rounds"]
+        count = min(self._flag["n"], rounds * crowd) if rounds else self._flag["n"]
+        return self._report(self._run(count, at_once=crowd), rate="inf")
 
     def _run(self, count: int, *, rate: float = 0.0, at_once: int = 0) -> Outcome:
         asked = self._workload.requests(count, vocab=self._flag["vocab"], text=self._flag["text"])

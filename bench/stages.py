@@ -58,7 +58,7 @@ STAGES = (
     Stage("decode", ("decode", "prefill", f"--model={SHAPE_8B}")),
     Stage("throughput", ("throughput", f"--model={SHAPE_8B}")),
     Stage("serve", (*SERVED, "--rates=4,16,32", "--concurrency=256"), SERVER),
-    Stage("crowds", (*SERVED, "--concurrency=1,8,32,64,128", "--max_seconds=30"), SERVER),
+    Stage("crowds", (*SERVED, "--concurrency=1,8,32,64,128", "--rounds=16"), SERVER),
     Stage("small", ("decode", "prefill", "throughput", f"--model={SHAPE_1B}")),
     Stage("startup", ("startup", f"--model={SHAPE_8B}", "--warmup=all")),
     Stage("context", ("context", f"--model={SHAPE_1B}", "--tokens=1000000")),

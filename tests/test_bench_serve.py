@@ -244,7 +244,13 @@ def test_open_and_closed_loop_against_a_server(tmp_path, capsys):
         code = cli.main(
             [
                 *("bench", "serve", f"--url=http://127.0.0.1:{server.port}", "--model=mock"),
-                *("--rates=100", "--concurrency=3", f"--workload={path}", "--vocab=250"),
+                *(
+                    "--rates=100",
+                    "--concurrency=3",
+                    "--rounds=4",
+                    f"--workload={path}",
+                    "--vocab=250",
+                ),
                 *("--processes=2", "--warmup=2", f"--out={out}", "--label=mock"),
             ]
         )
