@@ -57,6 +57,7 @@ OTHER = {
     "watchdog_seconds": 9.0,
     "tool_parser": "mistral",
     "reasoning_parser": "think",
+    "pooling": "mean",
     "log_level": "debug",
 }
 """A valid value of every field that is not its default."""
