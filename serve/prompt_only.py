@@ -41,7 +41,7 @@ async def enter[Body: PromptBody](
     """The server's state and the validated body of a request that may come in."""
     context = context_of(request)
     ready = context.require_ready()
-    body = parse_body(kind, await read_body(request, context.config.max_body_bytes))
+    body = parse_body(kind, await read_body(request, context.config))
     context.check_model(body.model)
     if body.cache_salt == "":
         raise errors.invalid("cache_salt must not be empty", "cache_salt")
