@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.serve import protocol, routes_openai, routes_ops
+from octavo.serve import protocol, routes_embeddings, routes_openai, routes_ops, routes_score
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
 from octavo.serve.metrics import Recorder, ServerCollector, exposition
@@ -94,7 +94,8 @@ def test_every_endpoint_and_parameter_has_a_test_that_exists():
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert test in defined, f"{subject}: {file}::{test}"
     subjects = {subject.strip("`") for subject, _, _ in rows}
-    routes = [*routes_openai.router.routes, *routes_ops.router.routes]
+    routers = (routes_openai, routes_embeddings, routes_score, routes_ops)
+    routes = [route for module in routers for route in module.router.routes]
     served = {f"{m} {r.path.replace(':path', '')}" for r in routes for m in r.methods}
     fields = {*protocol.CompletionBody.model_fields, *protocol.ChatBody.model_fields}
     assert (served | fields) - subjects == set()
