@@ -1,52 +1,75 @@
-"""The API process's side of the engine hop: spawns the core, sends requests, hands out events."""
+"""The API process's side of the engine hop: sends requests, hands out events, survives restarts.
+
+Who starts and restarts the core is the supervisor's business (`supervisor.py`); its news arrive
+through `EngineClient.on_news`.
+"""
 
 import asyncio
 import logging
-import pickle
-import shutil
-import sys
-import tempfile
-import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from octavo.serve import errors
-from octavo.serve.core import CoreSpec
 from octavo.serve.errors import ApiError
+from octavo.serve.supervisor import Silence, connect
 from octavo.serve.types import EngineStats, Request, TokenEvent
 from octavo.serve.wire import (
     Abort,
-    Add,
+    EngineNews,
     Events,
-    Fatal,
     Hello,
     Ready,
     Rejected,
-    Shutdown,
     ToApi,
     ToCore,
+    add,
 )
 
-STOP_SECONDS = 5.0
+MAX_UNREAD_TOKENS = 8192
+"""Tokens of a sample that may wait for a client which doesn't read."""
+
+RETRY_SECONDS, MAX_RETRY_SECONDS = 5, 600
+"""Bounds of Retry-After: loading takes seconds, a breaker is open for minutes."""
 
 log = logging.getLogger("octavo.client")
 
 
 class Call:
-    """The samples of one HTTP request: their events in order, from one place."""
+    """The samples of one HTTP request: their events in order, from one place.
 
-    __slots__ = ("_client", "_error", "_events", "_waiter", "open")
+    Attributes:
+        requests: what was asked, to be sent again after a restart.
+        open: ids of the samples that have not ended.
+        begun: the engine has sent news of it, so it can't be started anew unseen.
+        retried: it was sent again once already.
+    """
 
-    def __init__(self, client: "EngineClient", request_ids: Iterable[str]) -> None:
+    __slots__ = (
+        "_client",
+        "_error",
+        "_events",
+        "_room",
+        "_waiter",
+        "begun",
+        "open",
+        "requests",
+        "retried",
+    )
+
+    def __init__(self, client: "EngineClient", requests: Sequence[Request]) -> None:
         self._client = client
         self._error: Exception | None = None
         self._events: list[TokenEvent] = []
+        self._room = MAX_UNREAD_TOKENS * len(requests)
         self._waiter: asyncio.Future[None] | None = None
-        self.open = set(request_ids)
+        self.requests = tuple(requests)
+        self.open = {request.request_id for request in requests}
+        self.begun = False
+        self.retried = False
 
     async def next(self) -> list[TokenEvent]:
         """The events since the last call, at least one; raises what `fail` was given."""
@@ -60,9 +83,12 @@ class Call:
 
     def put(self, event: TokenEvent) -> None:
         """Append an event; the reader wakes the call once a message."""
+        self.begun = True
         self._events.append(event)
         if event.finish_reason is not None:
             self.open.discard(event.request_id)
+        elif len(self._events) > self._room:
+            self.fail(errors.reads_too_slowly(self._room))
 
     def wake(self) -> None:
         """Let `next` return."""
@@ -89,30 +115,34 @@ class Call:
 
 
 class EngineClient:
-    """Owns the core process and the socket to it.
+    """The connection of one API process to the core, through all of the core's lives.
+
+    After a restart, calls of which the engine had sent nothing are sent again, once; the others
+    fail.
 
     Attributes:
-        ready: what the core said when the model was loaded; None while it loads.
-        failure: why there is no engine any more; None while there is.
+        ready: what the core said when the model was first loaded; None until then.
+        up: the core is loaded and connected.
+        failure: why there is no engine for now; None while there is, or while one loads.
+        news: what the supervisor said last.
+        closing: the server ends; no call is taken any more.
         stats: the engine's last report.
-        settled: set once the model is loaded or the core has failed.
-        progress_at: monotonic time of the last finished step, or of the last idle moment.
     """
 
-    def __init__(self, factory: str, config: Any, log_level: str = "info") -> None:
-        self._factory, self._config, self._log_level = factory, config, log_level
-        self._folder = ""
+    def __init__(self, identity: bytes) -> None:
+        self._identity = identity
         self._calls: dict[str, Call] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToApi).decode
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._socket: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._silence = Silence()
         self.ready: Ready | None = None
+        self.up = False
         self.failure: str | None = None
+        self.news: EngineNews | None = None
+        self.closing = False
         self.stats = EngineStats()
-        self.settled = asyncio.Event()
-        self.dead = asyncio.Event()
-        self.progress_at = time.monotonic()
 
     @property
     def in_flight(self) -> int:
@@ -120,122 +150,102 @@ class EngineClient:
         return len(self._calls)
 
     @property
-    def core_pid(self) -> int:
-        """Process id of the core."""
-        return self._process.pid
+    def retry_after(self) -> int:
+        """Seconds after which it makes sense to try again, while there is no engine."""
+        wait = self.news.retry_after if self.news is not None else 0.0
+        return min(max(RETRY_SECONDS, math.ceil(min(wait, MAX_RETRY_SECONDS))), MAX_RETRY_SECONDS)
 
-    async def start(self) -> None:
-        """Spawn the core and connect; the model loads in the background (see `settled`)."""
-        self._folder = tempfile.mkdtemp(prefix="octavo-")
-        address = f"ipc://{self._folder}/core"
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.connect(address)
-        # A session of its own: a terminal's Ctrl-C reaches only the API process, which drains.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "octavo.serve.core",
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        spec = CoreSpec(address, self._factory, self._config, self._log_level)
-        assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(spec))
-        self._send(Hello())
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+    def on_news(self, news: EngineNews) -> None:
+        """Connect to a core that is ready, or part with one that has ended."""
+        self.news = news
+        self.disconnect()
+        if news.phase in ("starting", "ready"):
+            self.failure = None
+            if news.phase == "ready":
+                self._socket = connect(news.address, self._identity)
+                self._reader = asyncio.create_task(self._read(self._socket))
+                self._send(Hello())
+            return
+        self.failure = news.reason
+        for call in self._open_calls():
+            if news.phase == "failed" or call.begun or call.retried:
+                call.fail(errors.internal(news.reason))
+            call.retried = True
+
+    def disconnect(self) -> None:
+        """Drop the connection; the calls stay."""
+        self.up = False
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self._reader = None
 
     def submit(self, requests: Sequence[Request]) -> Call:
         """Send the samples of one call; refusals arrive through `Call.next`."""
-        call = Call(self, [r.request_id for r in requests])
-        if self.failure is not None:
+        call = Call(self, requests)
+        if self.closing or not self.up:
             call.open.clear()
-            call.fail(errors.unavailable(self.failure))
+            reason = "the server is shutting down" if self.closing else self.failure
+            reason = reason or "the engine is restarting"
+            call.fail(errors.unavailable(reason, self.retry_after))
             return call
-        if not self._calls:
-            self.progress_at = time.monotonic()
         for request in requests:
             self._calls[request.request_id] = call
-        self._send(Add(list(requests)))
+        self._send(add(requests))
         return call
 
     def abort(self, request_ids: list[str]) -> None:
         """Stop samples; their later events are dropped."""
         for request_id in request_ids:
             self._calls.pop(request_id, None)
-        if self.failure is None:
-            self._send(Abort(request_ids))
+        self._send(Abort(request_ids))
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with `error`."""
-        for call in set(self._calls.values()):
+        for call in self._open_calls():
             call.fail(error)
 
     def stuck_for(self) -> float:
-        """Seconds since the last finished step while work is pending, else 0."""
-        return time.monotonic() - self.progress_at if self._calls else 0.0
+        """Seconds that the loaded core has said nothing, a compile's time allowed for."""
+        return self._silence.seconds() if self.up else 0.0
 
-    async def stop(self) -> int:
-        """End the core, by force after STOP_SECONDS; its exit code."""
-        self._stopping = True
-        if self.ready is None:
-            self.kill()
-        if self._process.returncode is None:
-            self._send(Shutdown())
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                self.kill()
-        code = await self._process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        return code
-
-    def kill(self) -> None:
-        """End the core at once."""
-        if self._process.returncode is None:
-            self._process.kill()
+    def _open_calls(self) -> list[Call]:
+        return list(dict.fromkeys(self._calls.values()))
 
     def _send(self, message: ToCore) -> None:
         # zmq queues without blocking (no high-water mark), so there is nothing to wait for.
-        self._socket.send(self._encode(message), zmq.NOBLOCK)
+        if self._socket is not None:
+            self._socket.send(self._encode(message), zmq.NOBLOCK)
 
-    async def _watch(self) -> None:
-        code = await self._process.wait()
-        if not self._stopping:
-            self._die(f"{errors.CORE_DEAD} (exit code {code})")
-
-    def _die(self, reason: str) -> None:
-        if self.failure is None:
-            log.error("%s", reason)
-            self.failure = reason
-            self.settled.set()
-            self.fail_all(errors.internal(reason))
-        self.dead.set()
-
-    async def _read(self) -> None:
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            message = self._decode(await self._socket.recv())
+            payload = await socket.recv()
+            try:
+                message = self._decode(payload)
+            except msgspec.DecodeError:
+                log.error("undecodable message of %d bytes from the engine", len(payload))
+                self.fail_all(errors.internal("the engine sent what can't be read"))
+                continue
+            self._silence.heard(message)
             match message:
                 case Events():
                     self._deliver(message)
                 case Rejected():
                     self._reject(message)
                 case Ready():
-                    self.ready = message
-                    self.settled.set()
-                case Fatal():
-                    self._die(message.message)
+                    self._on_ready(message)
+                case _:  # Compiling has been heard; of Fatal the supervisor tells
+                    pass
+
+    def _on_ready(self, message: Ready) -> None:
+        self.ready = message
+        self.up = True
+        for call in self._open_calls():
+            self._send(add(call.requests))
 
     def _deliver(self, message: Events) -> None:
         if message.stats is not None:
-            if message.stats.steps != self.stats.steps or not self._calls:
-                self.progress_at = time.monotonic()
             self.stats = message.stats
         touched: set[Call] = set()
         for event in message.events:
@@ -250,12 +260,15 @@ class EngineClient:
             call.wake()
 
     def _reject(self, message: Rejected) -> None:
+        if not message.request_ids:
+            for call in self._open_calls():
+                if not call.begun:
+                    call.fail(_refusal(message))
         for request_id in message.request_ids:
             call = self._calls.pop(request_id, None)
-            if call is None:
-                continue
-            call.open.clear()
-            call.fail(_refusal(message))
+            if call is not None:
+                call.open.clear()
+                call.fail(_refusal(message))
 
 
 def _refusal(message: Rejected) -> ApiError:

@@ -61,7 +61,12 @@ class CompileStats:
 
 
 class Programs:
-    """The engine's executables. `get` may run in several threads for different keys."""
+    """The engine's executables. `get` may run in several threads for different keys.
+
+    Attributes:
+        stats: how the programs came to be.
+        on_compile: called before each compile, in the thread that compiles.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class Programs:
         self._lock = Lock()
         self._sealed = False
         self.stats = CompileStats()
+        self.on_compile: Callable[[], None] = _nothing
 
     def get(self, key: ProgramKey) -> Any:
         """The executable of `key`; compiles or loads it if this is its first use."""
@@ -122,6 +128,7 @@ class Programs:
     def _compile(self, key: ProgramKey) -> Any:
         if self._sealed:
             self._note_late(key)
+        self.on_compile()
         start = time.perf_counter()
         lowerable = self._build(key)
         program = lowerable.function.lower(*lowerable.args).compile()
@@ -149,3 +156,7 @@ class Programs:
             raise RuntimeError(f"compile after warm-up: {key}")
         self.stats.after_seal += 1
         log.warning("compile after warm-up stalls running requests: %s", key)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

@@ -125,7 +125,17 @@ class ServerConfig:
     receive_seconds: float = setting(60.0, "time in which a request's head, then body, must arrive")
     request_timeout: float = setting(0.0, "seconds a request may take in all; 0: no limit")
     max_body_bytes: int = setting(16 << 20, "largest request body in bytes")
-    watchdog_seconds: float = setting(120.0, "pending work without a finished step fails /health")
+    send_seconds: float = setting(60.0, "time in which a client must take what waits for it")
+    watchdog_seconds: float = setting(
+        120.0, "an engine silent for so long fails /health, for twice as long is restarted"
+    )
+    max_engine_restarts: int = setting(
+        3, "restarts of a failed engine within the window; 0: end with the engine"
+    )
+    engine_restart_window: float = setting(
+        600.0, "seconds; when the restarts in it are used up, the next waits until one is older"
+    )
+    api_processes: int = setting(1, "processes that answer HTTP, all on the one port, 1 .. 64")
     tool_parser: str = setting(
         AUTO, f"how the model writes tool calls: one of {', '.join(TOOL_PARSERS)}"
     )
@@ -142,9 +152,13 @@ class ServerConfig:
         _in_range(self, "receive_seconds", 0.1, 86400)
         _in_range(self, "request_timeout", 0, 86400)
         _in_range(self, "max_body_bytes", 1024, 1 << 30)
-        _in_range(self, "watchdog_seconds", 0.1, 86400)
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be an http(s) address, not {self.otlp_endpoint}")
+        _in_range(self, "send_seconds", 0.1, 86400)
+        _in_range(self, "watchdog_seconds", 0.5, 86400)
+        _in_range(self, "max_engine_restarts", 0, 1000)
+        _in_range(self, "engine_restart_window", 1, 1e6)
+        _in_range(self, "api_processes", 1, 64)
         _one_of(self, "tool_parser", TOOL_PARSERS)
         _one_of(self, "reasoning_parser", REASONING_PARSERS)
         _one_of(self, "pooling", POOLINGS)

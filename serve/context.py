@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -35,6 +36,7 @@ class ServerContext:
         draining: no new requests are taken.
         keys: API keys and their use.
         tracing: where spans go; None without otlp_endpoint.
+        total: sums what all API processes have recorded.
         fingerprint: version and settings of what answers, for system_fingerprint.
     """
 
@@ -57,7 +59,8 @@ class ServerContext:
         self.executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self.encoder = PromptEncoder(None, self.executor)
         self.keys = KeyRing(self.config)
-        self.collector = ServerCollector(self.recorder, self.keys, self.names[0])
+        self.collector = ServerCollector(self.names[0])
+        self.total: Callable[[], Awaitable[Recorder]] = self._own_total
         endpoint = self.config.otlp_endpoint
         self.tracing: Tracing | None = tracing_to(endpoint) if endpoint else None
 
@@ -69,28 +72,43 @@ class ServerContext:
             self.formats = chat_formats(self.config, tokenizer, self.table)
         self.tokenizer_ready = True
 
+    def measured(self) -> Recorder:
+        """What this process has recorded until now."""
+        self.recorder.note_keys(self.keys)
+        return self.recorder
+
+    async def _own_total(self) -> Recorder:
+        return self.measured()
+
     @property
     def status(self) -> str:
-        """ "loading", "ready", "draining", "stuck" or "failed"."""
-        if self.client.failure is not None:
+        """ "loading", "ready", "draining", "stuck", "restarting" or "failed"."""
+        client = self.client
+        if client.news is not None and client.news.phase == "failed":
             return "failed"
-        if self.client.ready is None or not self.tokenizer_ready:
+        if client.ready is None or not self.tokenizer_ready:
             return "loading"
-        if self.client.stuck_for() > self.config.watchdog_seconds:
+        if not client.up:
+            return "restarting"
+        if client.stuck_for() > self.config.watchdog_seconds:
             return "stuck"
         return "draining" if self.draining else "ready"
 
     def require_ready(self) -> Ready:
         """The loaded model; ApiError 503 while loading, draining or without an engine."""
-        status = self.status
+        status, client = self.status, self.client
         if status == "failed":
-            raise errors.unavailable(f"the engine is down: {self.client.failure}")
+            raise errors.unavailable(f"the engine is down: {client.failure}", client.retry_after)
+        if status == "restarting":
+            raise errors.unavailable("the engine is restarting", client.retry_after)
+        if status == "stuck":
+            raise errors.unavailable("the engine does not answer", client.retry_after)
         if status == "loading":
             raise errors.unavailable("the model is loading")
-        if status == "draining":
+        if self.draining:
             raise errors.unavailable("the server is shutting down")
-        assert self.client.ready is not None
-        return self.client.ready
+        assert client.ready is not None
+        return client.ready
 
     def respond(self, error: ApiError) -> Response:
         """The answer to a request that failed, counted."""

@@ -1,14 +1,15 @@
 """The engine core process: one thread that receives, steps and sends.
 
-Its parent writes a pickled CoreSpec to its standard input and keeps that pipe open; end of file
-means that the parent is gone, and the core exits. Requests and events cross by zmq (`wire.py`):
-the core binds a ROUTER socket, every API process connects a DEALER.
+Its supervisor writes a pickled CoreSpec to its standard input and keeps that pipe open; end of file
+means that the supervisor is gone, and the core exits. Requests and events cross by zmq (`wire.py`):
+the core binds a ROUTER socket, the supervisor and every API process connect a DEALER.
 """
 
 import importlib
 import logging
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -19,25 +20,32 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from octavo.serve import logs
 from octavo.serve.queue import QueueFull
-from octavo.serve.types import FINISH_ERROR, EngineStats, Request, TokenEvent
+from octavo.serve.types import EngineStats, Request, TokenEvent
 from octavo.serve.wire import (
+    SUPERVISOR,
     Abort,
     Add,
+    Compiling,
     Events,
     Fatal,
+    Gone,
     Hello,
     Ready,
     Rejected,
     Shutdown,
     ToApi,
     ToCore,
+    requests_of,
 )
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
-IDLE_POLL_MS = 1000
 STATS_PERIOD = 0.25
+IDLE_POLL_MS = 250
+# How long a core that can't start waits for its supervisor to connect and hear why.
+LAST_WORDS_MS = 10_000
 MESSAGES_PER_TURN = 1024
 # A step that raises fails the requests in flight; this many in a row mean the engine is broken.
 MAX_STEP_FAILURES = 3
@@ -74,7 +82,7 @@ class CoreEngine(Protocol):
         ...
 
     def recover(self, reason: str) -> list[TokenEvent]:
-        """After a step that raised: fail what is in flight and be ready for new requests."""
+        """After a step that raised: fail what was running, keep what waits, be ready again."""
         ...
 
     def score(self, token_ids: Sequence[int]) -> Any:
@@ -83,6 +91,10 @@ class CoreEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters since start."""
+        ...
+
+    def on_compile(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called whenever a step is about to compile a program."""
         ...
 
 
@@ -118,6 +130,7 @@ class CoreLoop:
         self._step_failures = 0
         self._stats_due = 0.0
         self._stopping = False
+        engine.on_compile(lambda: self.broadcast(Compiling()))
 
     def run(self) -> int:
         """Loop until Shutdown (0) or until the engine keeps failing (1)."""
@@ -137,10 +150,10 @@ class CoreLoop:
             return
         for _ in range(MESSAGES_PER_TURN):
             try:
-                identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(identity, payload)
+            self._handle(identity, b"".join(frames))
 
     def step(self) -> bool:
         """One engine step, its events sent; False when the engine is beyond use."""
@@ -165,15 +178,18 @@ class CoreLoop:
     def _handle(self, identity: bytes, payload: bytes) -> None:
         try:
             message = self._decode(payload)
-        except msgspec.DecodeError:
-            log.exception("undecodable message of %d bytes dropped", len(payload))
+        except msgspec.DecodeError as error:
+            log.error("undecodable message of %d bytes: %s", len(payload), error)
+            self._send(identity, Rejected([], "error", "the engine could not read the request"))
             return
         match message:
             case Add():
-                self._add(identity, message.requests)
+                self._add(identity, message)
             case Abort():
                 for request_id in message.request_ids:
                     self._abort(request_id)
+            case Gone():
+                self._forget(message.identity)
             case Hello():
                 self._clients.add(identity)
                 self._send(identity, self._ready())
@@ -190,8 +206,15 @@ class CoreLoop:
             generation=dict(engine.generation),
         )
 
-    def _add(self, identity: bytes, requests: list[Request]) -> None:
+    def _add(self, identity: bytes, message: Add) -> None:
         reason, text, retry_after = "", "", 1.0
+        try:
+            requests = requests_of(message)
+        except ValueError as error:
+            log.error("an inconsistent Add was refused: %s", error)
+            ids = [request.request_id for request in message.requests]
+            self._send(identity, Rejected(ids, "error", str(error)))
+            return
         for request in requests:
             try:
                 self._engine.add(request)
@@ -219,6 +242,12 @@ class CoreLoop:
         except Exception:
             log.exception("abort of %s failed", request_id)
 
+    def _forget(self, identity: bytes) -> None:
+        """An API process is gone: nobody reads what its requests make."""
+        self._clients.discard(identity)
+        for request_id in [i for i, owner in self._owners.items() if owner == identity]:
+            self._abort(request_id)
+
     def _route(self, events: list[TokenEvent]) -> None:
         """One message an API process; events of aborted requests are dropped."""
         by_owner: dict[bytes, list[TokenEvent]] = {}
@@ -233,16 +262,13 @@ class CoreLoop:
             self._send(owner, Events(news))
 
     def _recover(self, reason: str) -> bool:
-        """Clean errors for everything in flight; False when the engine can't be made ready."""
+        """Clean errors for what was running; False when the engine can't be made ready."""
         try:
-            self._engine.recover(reason)
-            usable = self._step_failures < MAX_STEP_FAILURES or self._probe()
+            self._route(self._engine.recover(reason))
+            return self._step_failures < MAX_STEP_FAILURES or self._probe()
         except Exception:
             log.exception("the engine could not recover")
-            usable = False
-        ids = list(self._owners)
-        self._route([TokenEvent(i, finish_reason=FINISH_ERROR, error=reason) for i in ids])
-        return usable
+            return False
 
     def _probe(self) -> bool:
         """Whether the device still computes: then the requests were to blame, not the engine."""
@@ -271,8 +297,16 @@ def resolve(name: str) -> Any:
     return target
 
 
-def exit_with_parent(fd: int) -> None:
-    """Exit the process when the pipe `fd` closes, however deep the main thread is in a compile."""
+def follow_parent() -> None:
+    """End with the parent and at its word only.
+
+    The process exits when its standard input closes, however deep the main thread is in a compile.
+    Signals meant for the whole service (a process group's, a container's) are the parent's
+    business: it drains first.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    fd = sys.stdin.fileno()
 
     def wait() -> None:
         while os.read(fd, 1):
@@ -296,19 +330,25 @@ def bind(address: str) -> zmq.Socket[bytes]:
     return socket
 
 
+def say_last_words(socket: zmq.Socket[bytes], message: str) -> None:
+    """Tell the supervisor why there is no engine, once it has connected."""
+    while socket.poll(LAST_WORDS_MS):
+        if socket.recv_multipart()[0] == SUPERVISOR:
+            socket.send_multipart([SUPERVISOR, msgspec.msgpack.encode(Fatal(message))])
+            return
+
+
 def main() -> int:
     """Read the spec from standard input, build the engine, serve."""
     spec: CoreSpec = pickle.load(sys.stdin.buffer)
-    exit_with_parent(sys.stdin.fileno())
-    logging.basicConfig(level=spec.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    follow_parent()
+    logs.configure(spec.log_level)
     socket = bind(spec.address)
     try:
         engine = resolve(spec.factory)(spec.config)
     except Exception as error:
         log.debug("start failed", exc_info=True)
-        identity, _ = socket.recv_multipart()
-        fatal = Fatal(f"{type(error).__name__}: {error}")
-        socket.send_multipart([identity, msgspec.msgpack.encode(fatal)])
+        say_last_words(socket, f"{type(error).__name__}: {error}")
         socket.close()
         return EXIT_FAILED
     code = CoreLoop(engine, socket).run()

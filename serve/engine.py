@@ -186,17 +186,19 @@ class Engine:
         return events
 
     def recover(self, reason: str) -> list[TokenEvent]:
-        """After an exception in `step`: fail every request, start from an empty cache."""
-        failed = self.scheduler.request_ids()
-        for request_id in failed:
-            self.scheduler.abort(request_id, FINISH_ERROR)
-        self.grammars.clear()
+        """After an exception in `step`: fail what was running, keep what waits, clear the cache."""
         self._in_flight = None
-        self._steps.rest(self._clock(), live=False)
-        self.scheduler.reset()
+        events = self.scheduler.reset(reason)
+        for event in events:
+            self.grammars.discard(event.request_id)
+        self._steps.rest(self._clock(), live=self.scheduler.has_work())
         self.runner.reset_device_state()
-        log.error("engine recovered; %d requests failed: %s", len(failed), reason)
-        return [TokenEvent(id_, finish_reason=FINISH_ERROR, error=reason) for id_ in failed]
+        log.error("engine recovered; %d requests failed: %s", len(events), reason)
+        return events
+
+    def on_compile(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called whenever a step is about to compile a program."""
+        self.runner.programs.on_compile = callback
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced float32 logits [T, V] of `token_ids`, through the paged path.

@@ -116,6 +116,11 @@ def timed_out(seconds: float) -> ApiError:
     return ApiError(408, f"the request took longer than {seconds:g} s", kind="timeout_error")
 
 
+def reads_too_slowly(tokens: int) -> ApiError:
+    """408: the client let more of its answer wait than the server keeps."""
+    return ApiError(408, f"the answer was not read: {tokens} tokens wait", kind="timeout_error")
+
+
 def unavailable(message: str, retry_after: int = 5) -> ApiError:
     """503: loading, draining, or without an engine."""
     return ApiError(

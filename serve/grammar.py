@@ -75,12 +75,6 @@ class Grammars:
         self._matchers.pop(request_id, None)
         self._failures.pop(request_id, None)
 
-    def clear(self) -> None:
-        """Forget every request."""
-        self._jobs.clear()
-        self._matchers.clear()
-        self._failures.clear()
-
     def constrain(self, batch: ScheduledBatch) -> bool:
         """Whether some row of the batch samples under a grammar."""
         if not self._matchers:

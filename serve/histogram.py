@@ -31,6 +31,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def merge(self, other: "Histogram") -> None:
+        """Add another's observations, taken with the same bounds."""
+        self.counts = [mine + its for mine, its in zip(self.counts, other.counts)]
+        self.total += other.total
+
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound as Prometheus writes it, observations up to it) for each bucket."""
         seen, out = 0, []

@@ -1,49 +1,74 @@
-"""uvicorn's HTTP/1.1 with bounds on a request's head: its length, and its time to arrive."""
+"""uvicorn's HTTP/1.1 with bounds on a request's head and on how long an answer may lie unread."""
 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from octavo.serve.errors import ApiError
 
 HEAD_BYTES = 64 << 10
 """Bytes of a head that has not ended; one that comes whole may be as long as one read, 256 KiB."""
-
-_REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
     """One connection. Answers 431 to a head over HEAD_BYTES, 408 to one over `head_seconds`.
 
-    Time counts from a connection's or a request's first byte: an idle connection is another
-    matter, and ends by keep-alive's own timeout. `head_seconds` is set by `bounded_http`.
+    Time counts from a connection's or a request's first byte; a new connection has as long for that
+    byte, an idle one ends by keep-alive's own timeout. A client that doesn't take what waits for
+    it within `send_seconds` is cut off, which ends its request as a hang-up does. Both times are
+    set by `bounded_http`.
     """
 
     head_seconds: float
+    send_seconds: float
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first byte."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(self.head_seconds, transport.close)
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; refuse a head that is still open and too long."""
-        if self._deadline is None and self._between_requests():
-            self._deadline = self.loop.call_later(self.head_seconds, self._end, b"408 Timeout")
+        if self._between_requests() and not self._head_bytes:
+            self._forget_head()
+            self._deadline = self.loop.call_later(self.head_seconds, self._too_slow)
         super().data_received(data)
         if self._deadline is not None:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
-                self._end(b"431 Request Header Fields Too Large")
+                self._refuse(431, f"the request's head is longer than {HEAD_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
         """The head has ended."""
         self._forget_head()
         super().on_headers_complete()
 
+    def pause_writing(self) -> None:
+        """The client doesn't read, and what waits for it fills the buffer."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._forget_unread()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
         self._forget_head()
+        self._forget_unread()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What isn't HTTP gets an error object too."""
+        self._refuse(400, f"malformed HTTP: {msg}")
 
     def _between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -54,13 +79,25 @@ class BoundedHttp(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _end(self, status: bytes) -> None:
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _too_slow(self) -> None:
+        self._refuse(408, f"the request's head did not arrive within {self.head_seconds:g} s")
+
+    def _refuse(self, status: int, message: str) -> None:
         self._forget_head()
-        if not self.transport.is_closing():
-            self.transport.write(_REFUSAL % status)
-            self.transport.close()
+        if self.transport.is_closing():
+            return
+        body = ApiError(status, message).body()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head % len(body) + body)
+        self.transport.close()
 
 
-def bounded_http(seconds: float) -> type[BoundedHttp]:
-    """The protocol with a time in which a head must arrive."""
-    return type("BoundedHttp", (BoundedHttp,), {"head_seconds": seconds})
+def bounded_http(head_seconds: float, send_seconds: float) -> type[BoundedHttp]:
+    """The protocol with a time in which a head must arrive, and one in which answers are read."""
+    times = {"head_seconds": head_seconds, "send_seconds": send_seconds}
+    return type("BoundedHttp", (BoundedHttp,), times)

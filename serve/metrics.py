@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -43,6 +43,9 @@ class Recorder:
         self.completion_lengths = Histogram(TOKEN_BUCKETS)
         self.finished: Counter[str] = Counter()
         self.responses: Counter[int] = Counter()
+        self.key_requests: Counter[str] = Counter()
+        self.key_refusals: Counter[str] = Counter()
+        self.key_running: Counter[str] = Counter()
         self.disconnects = 0
 
     def ended(self, visit: Visit, sample: SampleTimes) -> None:
@@ -57,6 +60,28 @@ class Recorder:
             self.prefill.observe(sample.prefill)
             self.decode.observe(sample.decode)
             self.inference.observe(sample.prefill + sample.decode)
+
+    def note_keys(self, keys: KeyRing) -> None:
+        """Take over what the holders of API keys use now."""
+        uses = dict(keys.uses())
+        self.key_requests = Counter({name: use.requests for name, use in uses.items()})
+        self.key_running = Counter({name: use.running for name, use in uses.items()})
+        self.key_refusals = Counter(keys.refused)
+
+
+def add_up(recorders: Iterable[Recorder]) -> Recorder:
+    """The sum of what several API processes measured."""
+    total = Recorder()
+    for recorder in recorders:
+        for name, value in vars(recorder).items():
+            mine = getattr(total, name)
+            if isinstance(value, Histogram):
+                mine.merge(value)
+            elif isinstance(value, Counter):
+                mine.update(value)
+            else:
+                setattr(total, name, mine + value)
+    return total
 
 
 _HISTOGRAMS = (
@@ -110,23 +135,35 @@ _COUNTERS = (
 
 
 class ServerCollector(Collector):
-    """Turns a recorder, the keys' use and the engine's last report into metric families."""
+    """Turns what was measured and the engine's last report into metric families.
 
-    def __init__(self, recorder: Recorder, keys: KeyRing, model: str) -> None:
+    Attributes:
+        recorder: what the API processes measured.
+        stats: the engine's last report; its counters start anew with a restarted engine.
+        up: the engine serves.
+        restarts: times the engine was restarted.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.recorder = Recorder()
         self.stats = EngineStats()
         self.up = False
-        self._recorder = recorder
-        self._keys = keys
+        self.restarts = 0
         self._labels, self._values = ["model_name"], [model]
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
-        stats, recorder = self.stats, self._recorder
+        stats, recorder = self.stats, self.recorder
         for name, text, field in _GAUGES:
             yield self._gauge(name, text, getattr(stats, field))
         used = stats.pages_used / max(1, stats.pages_total)
         yield self._gauge("vllm:kv_cache_usage_perc", "KV pages in use, 0 to 1.", used)
         yield self._gauge("octavo:engine_up", "1 while the engine serves.", int(self.up))
+        restarts = CounterMetricFamily(
+            "octavo:engine_restarts", "Times the engine was restarted.", labels=self._labels
+        )
+        restarts.add_metric(self._values, self.restarts)
+        yield restarts
         for name, text, field in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=self._labels)
             counter.add_metric(self._values, getattr(stats, field))
@@ -143,7 +180,7 @@ class ServerCollector(Collector):
 
     def _by_label(self) -> Iterator[Metric]:
         """Counters that are split by something of a few values."""
-        stats, recorder = self.stats, self._recorder
+        stats, recorder = self.stats, self.recorder
         reasons = {"stop", "length", "abort", "error", *recorder.finished}
         ended = {reason: recorder.finished[reason] for reason in reasons}
         yield self._split("vllm:request_success", "Samples ended.", "finished_reason", ended)
@@ -161,16 +198,16 @@ class ServerCollector(Collector):
 
     def _by_key(self) -> Iterator[Metric]:
         """What the holders of API keys use, by the key's name."""
-        uses = dict(self._keys.uses())
-        counts = {name: use.requests for name, use in uses.items()}
-        yield self._split("octavo:key_requests", "Requests let in.", "key", counts)
+        recorder = self.recorder
+        requests, refusals = recorder.key_requests, recorder.key_refusals
+        yield self._split("octavo:key_requests", "Requests let in.", "key", requests)
         text = "Requests refused by the key's own limits."
-        yield self._split("octavo:key_refusals", text, "key", self._keys.refused)
+        yield self._split("octavo:key_refusals", text, "key", refusals)
         running = GaugeMetricFamily(
             "octavo:key_running", "Requests in progress.", labels=[*self._labels, "key"]
         )
-        for name, use in sorted(uses.items()):
-            running.add_metric([*self._values, name], use.running)
+        for name, count in sorted(recorder.key_running.items()):
+            running.add_metric([*self._values, name], count)
         yield running
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

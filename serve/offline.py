@@ -16,13 +16,14 @@ from fastapi import FastAPI
 from tqdm import tqdm
 
 from octavo.serve import batchfile
+from octavo.serve.api import Parts
 from octavo.serve.app import create_app
 from octavo.serve.batchfile import Line
 from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.context import ServerContext
 from octavo.serve.core import resolve
-from octavo.serve.server import Parts
+from octavo.serve.supervisor import CoreSupervisor
 
 BUSY = (429, 503)
 """Statuses of a request that was not taken: it is sent again."""
@@ -179,11 +180,14 @@ async def run_batch(
     done = batchfile.resume(target)
     with source.open("rb") as file:
         total = sum(1 for raw in file if raw.strip())
-    client = EngineClient(parts.engine, config, "warning")
-    context = ServerContext(config, ServerConfig(served_model_name=names), client)
-    await client.start()
+    # The engine's end ends the run: its lines are left to the next one.
+    settings = ServerConfig(served_model_name=names, max_engine_restarts=0, log_level="warning")
+    client = EngineClient(b"batch")
+    context = ServerContext(config, settings, client)
+    supervisor = CoreSupervisor(parts.engine, config, settings, client.on_news)
+    supervisor.start()
     try:
-        await _load(client, context, parts)
+        await _load(supervisor, context, parts)
         bar = tqdm(total=total, unit="request", desc=target.name)
         with target.open("ab") as out, bar:
             batch = Batch(create_app(context), client, out, bar)
@@ -193,15 +197,15 @@ async def run_batch(
                 raise group.exceptions[0] from None
             return batch.report
     finally:
-        await client.stop()
+        client.disconnect()
+        await supervisor.stop()
         context.executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def _load(client: EngineClient, context: ServerContext, parts: Parts) -> None:
+async def _load(supervisor: CoreSupervisor, context: ServerContext, parts: Parts) -> None:
     loop = asyncio.get_running_loop()
     make = resolve(parts.tokenizer)
     tokenizer = await loop.run_in_executor(context.executor, make, context.engine_config)
-    await client.settled.wait()
-    if client.failure is not None:
-        raise ValueError(f"the engine did not start: {client.failure}")
+    if not await supervisor.started():
+        raise ValueError(f"the engine did not start: {supervisor.news.reason}")
     context.attach_tokenizer(tokenizer)

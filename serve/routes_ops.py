@@ -102,9 +102,9 @@ async def health(request: Request) -> Response:
 
 @router.get("/health/live", response_model=None)
 async def live(request: Request) -> Response:
-    """503 when only a restart helps: the engine has ended or is stuck."""
+    """503 when the server can't help itself: the engine keeps failing and is left alone."""
     status = context_of(request).status
-    return _json({"status": status}, 503 if status in ("failed", "stuck") else 200)
+    return _json({"status": status}, 503 if status == "failed" else 200)
 
 
 @router.get("/version", response_model=None)
@@ -126,6 +126,10 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus text format."""
     context = context_of(request)
-    context.collector.stats = context.client.stats
-    context.collector.up = context.status in ("ready", "draining")
-    return Response(exposition(context.collector), media_type=METRICS_TYPE)
+    recorder = await context.total()
+    collector, news = context.collector, context.client.news
+    collector.recorder = recorder
+    collector.stats = context.client.stats
+    collector.up = context.status in ("ready", "draining")
+    collector.restarts = news.restarts if news is not None else 0
+    return Response(exposition(collector), media_type=METRICS_TYPE)

@@ -36,6 +36,7 @@ from octavo.serve.rows import Rows
 from octavo.serve.scheduler_config import SchedulerConfig
 from octavo.serve.types import (
     FINISH_ABORT,
+    FINISH_ERROR,
     EngineStats,
     Request,
     RowResult,
@@ -138,16 +139,14 @@ class Scheduler:
         """Ids of the live requests, by arrival."""
         return tuple(self._states)
 
-    def reset(self) -> None:
-        """Forget batches in flight and shared prefixes: the device's state is lost.
-
-        Raises:
-            RuntimeError: requests are live; abort them first.
-        """
-        if self._states:
-            raise RuntimeError(f"{len(self._states)} requests are live; abort them before a reset")
+    def reset(self, reason: str) -> list[TokenEvent]:
+        """The device's state is lost: fail what has a row or is in flight; what waits stays."""
         self._flights.clear()
+        lost = [s for s in self._states.values() if s.slot != NO_SLOT or s.pending]
+        for state in lost:
+            self._finish(state, FINISH_ERROR)
         self._rows.reset_prefixes(None)
+        return [state.event(finish_reason=FINISH_ERROR, error=reason) for state in lost]
 
     def borrow_pages(self, tokens: int) -> AbstractContextManager[NDArray[np.int32]]:
         """Pages for `tokens` tokens outside any request, i32; ValueError if too few are left."""

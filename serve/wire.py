@@ -1,13 +1,19 @@
 """Messages between an API process and the engine core: msgspec structs, one zmq frame each.
 
-API to core: Hello, Add, Abort, Shutdown. Core to API: Ready, Events, Rejected, Fatal.
+To the core: Hello, Add, Abort, and from the supervisor Gone and Shutdown. From the core: Ready,
+Events, Rejected, Compiling, Fatal. EngineNews is between supervisor and API processes.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from octavo.serve.types import EngineStats, Request, TokenEvent
+
+SUPERVISOR = b"supervisor"
+"""Routing id of the process that starts the core: told first when the core can't start."""
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -15,15 +21,27 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Add(msgspec.Struct, tag="add"):
-    """Admit all of these requests or none of them."""
+    """Admit all of these requests or none of them.
+
+    The samples of one prompt carry it once: `requests[i]` has no prompt of its own, it is
+    `prompts[places[i]]`. See `add` and `requests_of`.
+    """
 
     requests: list[Request]
+    prompts: list[tuple[int, ...]]
+    places: list[int]
 
 
 class Abort(msgspec.Struct, tag="abort"):
     """Stop these requests; unknown or finished ids are ignored."""
 
     request_ids: list[str]
+
+
+class Gone(msgspec.Struct, tag="gone"):
+    """The API process of this routing id has ended: stop its requests."""
+
+    identity: bytes
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
@@ -56,7 +74,8 @@ class Events(msgspec.Struct, tag="events"):
 class Rejected(msgspec.Struct, tag="rejected"):
     """An Add was refused.
 
-    `reason` is "full" (try again in `retry_after` seconds), "invalid" or "error".
+    `reason` is "full" (try again in `retry_after` seconds), "invalid" or "error". No ids: a message
+    could not be read, and every request not heard of since may have been in it.
     """
 
     request_ids: list[str]
@@ -65,11 +84,61 @@ class Rejected(msgspec.Struct, tag="rejected"):
     retry_after: float = 1.0
 
 
+class Compiling(msgspec.Struct, tag="compiling"):
+    """The core compiles a program before its next step: silence until then is no hang."""
+
+
 class Fatal(msgspec.Struct, tag="fatal"):
     """The core can't go on and exits."""
 
     message: str
 
 
-ToCore = Hello | Add | Abort | Shutdown
-ToApi = Ready | Events | Rejected | Fatal
+ToCore = Hello | Add | Abort | Gone | Shutdown
+ToApi = Ready | Events | Rejected | Compiling | Fatal
+
+
+def add(requests: Sequence[Request]) -> Add:
+    """The message that admits `requests`; a prompt object that several share is sent once."""
+    places: dict[int, int] = {}
+    prompts: list[tuple[int, ...]] = []
+    for request in requests:
+        if places.setdefault(id(request.prompt), len(prompts)) == len(prompts):
+            prompts.append(request.prompt)
+    bare = [replace(request, prompt=()) for request in requests]
+    return Add(bare, prompts, [places[id(request.prompt)] for request in requests])
+
+
+def requests_of(message: Add) -> list[Request]:
+    """The requests of an Add, with their prompts; samples of one prompt share the object.
+
+    Raises ValueError when a place names no prompt.
+    """
+    prompts = message.prompts
+    if len(message.places) != len(message.requests):
+        raise ValueError(f"{len(message.places)} places for {len(message.requests)} requests")
+    if not all(0 <= place < len(prompts) for place in message.places):
+        raise ValueError(f"a place is outside 0 .. {len(prompts) - 1}")
+    return [
+        replace(request, prompt=prompts[place])
+        for request, place in zip(message.requests, message.places)
+    ]
+
+
+class EngineNews(msgspec.Struct, tag="news"):
+    """What the supervisor tells API processes of the engine core's life.
+
+    Attributes:
+        phase: "starting", "ready" (connect to `address`), "restarting" (it has ended and is started
+            anew) or "failed" (it is not started before `retry_after` seconds, if at all).
+        address: zmq address of the core, when ready.
+        reason: why it ended.
+        retry_after: seconds until the next start.
+        restarts: restarts so far.
+    """
+
+    phase: str
+    address: str = ""
+    reason: str = ""
+    retry_after: float = 0.0
+    restarts: int = 0

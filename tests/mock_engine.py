@@ -15,10 +15,12 @@ from octavo.serve.queue import QueueFull
 from octavo.serve.types import EngineStats, Request, TokenEvent, TokenLogprob
 
 SPECIALS = {"<|bos|>": 256, "<|eos|>": 257, "<|nan|>": 258, "<|boom|>": 259, "<|exit|>": 260}
-SPECIALS |= {"<|slow|>": 261, "<|stall|>": 262, "<|badadd|>": 263}
+SPECIALS |= {"<|slow|>": 261, "<|stall|>": 262, "<|badadd|>": 263, "<|hang|>": 264}
+SPECIALS |= {"<|compile|>": 265, "<|once|>": 266}
 NAMES = {i: name for name, i in SPECIALS.items()}
-BOS, EOS, NAN, BOOM, EXIT, SLOW, STALL, BADADD = SPECIALS.values()
+BOS, EOS, NAN, BOOM, EXIT, SLOW, STALL, BADADD, HANG, COMPILE, ONCE = SPECIALS.values()
 VOCAB = 300
+UNSPEAKABLE = 299  # no text: decoding it fails
 
 
 class ByteTokenizer:
@@ -31,6 +33,8 @@ class ByteTokenizer:
     chat_template = tool_template = "yes"
 
     def encode(self, text, add_special_tokens=True):
+        if "fault:tokenise" in text:
+            raise RuntimeError("tokenise fault")
         ids = []
         while text:
             name = next((n for n in SPECIALS if text.startswith(n)), None)
@@ -40,6 +44,8 @@ class ByteTokenizer:
 
     def decode(self, ids, skip_special_tokens=True):
         out = bytearray()
+        if UNSPEAKABLE in ids:
+            raise RuntimeError("detokenise fault")
         for i in ids:
             if i < 256:
                 out.append(i)
@@ -59,6 +65,8 @@ class ByteTokenizer:
         template=None,
         **variables,
     ):
+        if template == "bug":
+            raise RuntimeError("template fault")
         if template == "raise" or variables.get("fail"):
             raise ValueError("chat template: refused")
         parts = [f"{m['role']}:{m['content']}" for m in messages]
@@ -79,6 +87,7 @@ class MockConfig:
     load_seconds: float = 0.0
     fail_start: bool = False
     tame: bool = False
+    flag_file: str = ""
     generation: dict = field(default_factory=dict)
 
 
@@ -97,6 +106,8 @@ def make(config):
     time.sleep(config.load_seconds)
     if config.fail_start:
         raise RuntimeError("no such weights")
+    if config.flag_file and os.path.exists(config.flag_file + ".fail"):
+        raise RuntimeError("the weights have gone")
     return MockEngine(config)
 
 
@@ -131,6 +142,12 @@ class MockEngine:
         self.rows[request.request_id] = _Row(request)
         self.counters.prompt_tokens += len(request.prompt)
 
+    def on_compile(self, callback):
+        self.announce_compile = callback
+
+    def score(self, token_ids):
+        raise RuntimeError("the device is gone")
+
     def abort(self, request_id):
         if self.rows.pop(request_id, None):
             self._finished("abort")
@@ -156,6 +173,14 @@ class MockEngine:
         self.counters.steps += 1
         return [event for row in list(self.rows.values()) for event in self._advance(row)]
 
+    def _first_time(self):
+        """Whether no earlier engine of this server has asked."""
+        try:
+            with open(self.config.flag_file, "x"):
+                return True
+        except FileExistsError:
+            return False
+
     def _finished(self, reason):
         finished = self.counters.finished
         finished[reason] = finished.get(reason, 0) + 1
@@ -164,8 +189,13 @@ class MockEngine:
         request, prompt = row.request, () if self.config.tame else row.request.prompt
         if BOOM in prompt:
             raise RuntimeError("boom")
-        if EXIT in prompt:
+        if EXIT in prompt or (ONCE in prompt and self._first_time()):
             os._exit(9)
+        if HANG in prompt:
+            time.sleep(3600)
+        if COMPILE in prompt and not row.made:
+            self.announce_compile()
+            time.sleep(2)
         if SLOW in prompt:
             time.sleep(0.02)
         if STALL in prompt:

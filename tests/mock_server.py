@@ -5,6 +5,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ def main(settings):
     from octavo.serve.config import ServerConfig
     from octavo.serve.server import Parts, run
 
+    if settings.get("jumping_clock"):
+        jump_clock()
     fields = {"served_model_name": ("mock", "alias/x"), **settings["server"]}
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     server = ServerConfig(**fields)
@@ -33,6 +36,13 @@ def main(settings):
     loaded = sorted(set(sys.modules) & HEAVY)
     print("heavy modules:", loaded, flush=True)
     return code
+
+
+def jump_clock():
+    """The wall clock jumps by years at each look, back and forth."""
+    jumps = itertools.cycle([0, 9e8, -9e8, 3e8])
+    real = time.time
+    time.time = lambda: real() + next(jumps)
 
 
 def no_tokenizer(config):
@@ -125,28 +135,42 @@ class Running:
         return self.status() == "ready"
 
     def core_pid(self):
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return int("".join(path.read_text() for path in children).split()[0])
+        return self.children("octavo.serve.core")[0]
+
+    def children(self, module):
+        """Ids of the child processes that run `module`."""
+        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for path in lists for pid in path.read_text().split()]
+        return [pid for pid in pids if module in _command(pid)]
 
     def signal(self, number=signal.SIGTERM):
         self.process.send_signal(number)
 
 
 @contextlib.contextmanager
-def running(*, wait=True, tokenizer="mock_engine:tokenizer", engine=None, **server):
-    """A server process; killed at the end if it still runs."""
+def running(
+    *,
+    wait=True,
+    tokenizer="mock_engine:tokenizer",
+    engine=None,
+    stderr=None,
+    jumping_clock=False,
+    **server,
+):
+    """A server process; killed at the end if it still runs. `stderr` takes its log instead."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     settings = {
         "engine": engine or {},
         "tokenizer": tokenizer,
+        "jumping_clock": jumping_clock,
         "server": {"port": port, **server},
     }
     command = [sys.executable, str(HERE / "mock_server.py"), json.dumps(settings)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
     with tempfile.NamedTemporaryFile() as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+            command, env=environment, stdout=output, stderr=stderr or subprocess.STDOUT
         )
         server_process = Running(process, port, output.name)
         try:
@@ -156,6 +180,13 @@ def running(*, wait=True, tokenizer="mock_engine:tokenizer", engine=None, **serv
         finally:
             process.kill()
             process.wait()
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it has just ended
+        return ""
 
 
 def gone(pid):

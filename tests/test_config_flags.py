@@ -54,10 +54,14 @@ OTHER = {
     "receive_seconds": 5.0,
     "request_timeout": 2.5,
     "max_body_bytes": 2048,
+    "send_seconds": 7.5,
     "watchdog_seconds": 9.0,
     "tool_parser": "mistral",
     "reasoning_parser": "think",
     "pooling": "mean",
+    "max_engine_restarts": 5,
+    "engine_restart_window": 60.0,
+    "api_processes": 2,
     "log_level": "debug",
 }
 """A valid value of every field that is not its default."""

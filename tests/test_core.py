@@ -8,7 +8,19 @@ from mock_engine import BADADD, BOOM, NAN, MockConfig, MockEngine
 from octavo.sampling.params import SamplingParams
 from octavo.serve import core
 from octavo.serve.types import Request
-from octavo.serve.wire import Abort, Add, Events, Fatal, Hello, Ready, Rejected, Shutdown, ToApi
+from octavo.serve.wire import (
+    Abort,
+    Compiling,
+    Events,
+    Fatal,
+    Gone,
+    Hello,
+    Ready,
+    Rejected,
+    Shutdown,
+    ToApi,
+    add,
+)
 
 
 class Harness:
@@ -23,8 +35,10 @@ class Harness:
         self.loop = core.CoreLoop(self.engine, self.router, clock=lambda: self.now)
         self.sockets = []
 
-    def client(self):
+    def client(self, identity=None):
         socket = self.context.socket(zmq.DEALER)
+        if identity:
+            socket.set(zmq.ROUTING_ID, identity)
         socket.connect("inproc://core")
         self.sockets.append(socket)
         return socket
@@ -76,8 +90,8 @@ def test_hello_is_answered_with_the_model(make):
 def test_one_message_a_step_for_all_events_of_a_client(make):
     harness = make()
     one, two = harness.client(), harness.client()
-    harness.send(one, Add([ask("a", max_tokens=2), ask("b", max_tokens=1)]))
-    harness.send(two, Add([ask("c", max_tokens=1)]))
+    harness.send(one, add([ask("a", max_tokens=2), ask("b", max_tokens=1)]))
+    harness.send(two, add([ask("c", max_tokens=1)]))
     assert harness.loop.step()
     (news,) = harness.received(one)
     assert [(e.request_id, e.token_ids, e.finish_reason) for e in news.events] == [
@@ -94,7 +108,7 @@ def test_one_message_a_step_for_all_events_of_a_client(make):
 def test_abort_stops_at_once_and_unknown_ids_are_ignored(make):
     harness = make()
     client = harness.client()
-    harness.send(client, Add([ask("a", max_tokens=9)]))
+    harness.send(client, add([ask("a", max_tokens=9)]))
     harness.send(client, Abort(["a", "never-was"]))
     assert not harness.engine.has_work()
     assert harness.loop.step()
@@ -111,7 +125,7 @@ def test_abort_stops_at_once_and_unknown_ids_are_ignored(make):
 def test_an_add_is_all_or_nothing(make, bad, reason):
     harness = make()
     client = harness.client()
-    harness.send(client, Add([ask("good"), bad]))
+    harness.send(client, add([ask("good"), bad]))
     (rejected,) = harness.received(client)
     assert isinstance(rejected, Rejected)
     assert (rejected.request_ids, rejected.reason) == (["good", "bad"], reason)
@@ -121,8 +135,8 @@ def test_an_add_is_all_or_nothing(make, bad, reason):
 def test_a_full_queue_is_told(make):
     harness = make(max_waiting=1)
     client = harness.client()
-    harness.send(client, Add([ask("a")]))
-    harness.send(client, Add([ask("b")]))
+    harness.send(client, add([ask("a")]))
+    harness.send(client, add([ask("b")]))
     (rejected,) = harness.received(client)
     assert (rejected.request_ids, rejected.reason) == (["b"], "full")
 
@@ -130,7 +144,7 @@ def test_a_full_queue_is_told(make):
 def test_a_step_that_raises_fails_what_is_in_flight_and_the_next_works(make):
     harness = make()
     client = harness.client()
-    harness.send(client, Add([ask("a"), ask("b", [BOOM])]))
+    harness.send(client, add([ask("a"), ask("b", [BOOM])]))
     assert harness.loop.step()
     (news,) = harness.received(client)
     assert {(e.request_id, e.finish_reason) for e in news.events} == {
@@ -138,7 +152,7 @@ def test_a_step_that_raises_fails_what_is_in_flight_and_the_next_works(make):
         ("b", "error"),
     }
     assert "boom" in news.events[0].error
-    harness.send(client, Add([ask("c", max_tokens=1)]))
+    harness.send(client, add([ask("c", max_tokens=1)]))
     assert harness.loop.step()
     assert harness.received(client)[0].events[0].finish_reason == "length"
 
@@ -148,25 +162,61 @@ def test_steps_that_keep_failing_end_the_core(make):
     client = harness.client()
     harness.send(client, Hello())
     for attempt in range(core.MAX_STEP_FAILURES):
-        harness.send(client, Add([ask(f"b{attempt}", [BOOM])]))
+        harness.send(client, add([ask(f"b{attempt}", [BOOM])]))
         alive = harness.loop.step()
         assert alive == (attempt < core.MAX_STEP_FAILURES - 1)
     assert isinstance(harness.received(client)[-1], Fatal)
 
 
-def test_a_failed_recovery_ends_the_core_and_still_answers(make):
+def test_a_failed_recovery_ends_the_core_and_says_so(make):
     harness = make()
     client = harness.client()
-    harness.send(client, Add([ask("b", [BOOM])]))
+    harness.send(client, Hello())
+    harness.send(client, add([ask("b", [BOOM])]))
     harness.engine.recover = lambda reason: 1 / 0
     assert not harness.loop.step()
-    assert harness.received(client)[0].events[0].finish_reason == "error"
+    assert isinstance(harness.received(client)[-1], Fatal)
+
+
+def test_the_requests_of_a_process_that_is_gone_stop(make):
+    harness = make()
+    one, two, supervisor = harness.client(b"one"), harness.client(b"two"), harness.client()
+    harness.send(one, add([ask("a", max_tokens=9), ask("b", max_tokens=9)]))
+    harness.send(two, add([ask("c", max_tokens=9)]))
+    harness.send(supervisor, Gone(b"one"))
+    assert list(harness.engine.rows) == ["c"]
+    assert harness.loop.step()
+    assert harness.received(one) == []
+    assert [e.request_id for m in harness.received(two) for e in m.events] == ["c"]
+
+
+def test_samples_of_a_prompt_send_it_once_and_share_it_in_the_core(make):
+    harness = make()
+    client = harness.client()
+    prompt = tuple(range(100)) * 10
+    requests = [Request(f"r{i}", prompt, SamplingParams(max_tokens=1)) for i in range(20)]
+    message = add([*requests, ask("other", max_tokens=1)])
+    assert [len(sent) for sent in message.prompts] == [1000, 2]
+    assert not any(sent.prompt for sent in message.requests)
+    harness.send(client, message)
+    held = [row.request.prompt for row in harness.engine.rows.values()]
+    assert held == [prompt] * 20 + [(97, 98)]
+    assert len({id(p) for p in held}) == 2
+
+
+def test_a_compile_is_announced_before_the_core_falls_silent(make):
+    harness = make()
+    client = harness.client()
+    harness.send(client, Hello())
+    harness.received(client)
+    harness.engine.announce_compile()
+    assert harness.received(client) == [Compiling()]
 
 
 def test_an_error_in_one_row_leaves_the_others(make):
     harness = make()
     client = harness.client()
-    harness.send(client, Add([ask("a", max_tokens=4), ask("n", [NAN, 97], max_tokens=4)]))
+    harness.send(client, add([ask("a", max_tokens=4), ask("n", [NAN, 97], max_tokens=4)]))
     for _ in range(4):
         assert harness.loop.step()
     events = [e for message in harness.received(client) for e in message.events]
@@ -174,10 +224,41 @@ def test_an_error_in_one_row_leaves_the_others(make):
     assert ends == {"a": "length", "n": "error"}
 
 
-def test_garbage_is_dropped_and_shutdown_ends_the_loop(make):
+GARBAGE = [
+    [b"\xc1 not msgpack"],
+    [b""],
+    [b"two", b"frames"],
+    [msgspec.msgpack.encode({"type": "add", "requests": [], "prompts": 1, "places": []})],
+]
+
+
+@pytest.mark.parametrize("frames", GARBAGE)
+def test_what_cannot_be_read_is_refused_and_the_core_goes_on(make, frames):
     harness = make()
     client = harness.client()
-    client.send(b"\xc1 not msgpack")
+    client.send_multipart(frames)
+    harness.loop.receive(1000)
+    (refused,) = harness.received(client)
+    assert (refused.request_ids, refused.reason) == ([], "error")
+    harness.send(client, add([ask("a", max_tokens=1)]))
+    assert harness.loop.step()
+    assert harness.received(client)[0].events[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("places", [[], [1], [-1]])
+def test_an_add_without_its_prompt_is_refused(make, places):
+    harness = make()
+    client = harness.client()
+    message = add([ask("a")])
+    message.places = places
+    harness.send(client, message)
+    (refused,) = harness.received(client)
+    assert (refused.request_ids, refused.reason) == (["a"], "error")
+
+
+def test_shutdown_ends_the_loop(make):
+    harness = make()
+    client = harness.client()
     harness.send(client, Hello())
     harness.send(client, Shutdown())
     assert harness.loop.run() == 0

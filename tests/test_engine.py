@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import EOS, VOCAB, run, tiny_config, tiny_engine, tiny_params
+from tiny import EOS, VOCAB, drain, run, tiny_config, tiny_engine, tiny_params
 
 from octavo.generate import make_generate
 from octavo.model.forward import forward
@@ -227,22 +227,38 @@ def test_nan_in_one_row_fails_that_request_alone():
     check_pages_free(engine)
 
 
-def test_a_failed_dispatch_fails_its_requests_and_nothing_else(monkeypatch):
-    engine = tiny_engine()
-    request = Request("a", (5, 6, 7), greedy(20))
-    expected = run(engine, [request])[0]["a"]
-    engine.add(request)
+STAGES = {
+    "schedule": ["octavo.serve.scheduler.Scheduler.schedule"],
+    "pack": ["octavo.serve.batch.pack_forward", "octavo.serve.batch.pack_decode"],
+    "compile": ["octavo.serve.compile.Programs.get"],
+    "dispatch": ["octavo.serve.runner.Runner.dispatch"],
+    "read": ["octavo.serve.inflight.InFlight.read"],
+    "commit": ["octavo.serve.scheduler.Scheduler.commit"],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_step_fails_what_was_running_and_keeps_what_waits(monkeypatch, stage):
+    engine = tiny_engine(max_num_seqs=2)
+    requests = [Request(f"r{i}", (5, 6, 7 + i), greedy(20)) for i in range(5)]
+    expected, _ = run(engine, requests)
+    for request in requests:
+        engine.add(request)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "dispatch", lambda batch: 1 / 0)
+        for name in STAGES[stage]:
+            patch.setattr(name, lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     events = engine.recover("the step failed")
     assert [(e.request_id, e.finish_reason, e.error) for e in events] == [
-        ("a", FINISH_ERROR, "the step failed")
+        (id_, FINISH_ERROR, "the step failed") for id_ in ("r0", "r1")
     ]
+    engine.check()
+    tokens, _ = drain(engine)
+    assert tokens == {id_: expected[id_] for id_ in ("r2", "r3", "r4")}
     check_pages_free(engine)
-    assert run(engine, [request])[0]["a"] == expected
+    assert run(engine, requests)[0] == expected
 
 
 def test_score_is_the_forward_pass():

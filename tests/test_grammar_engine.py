@@ -318,6 +318,7 @@ def test_an_abort_while_running_and_a_recovery_leave_nothing(alone):
     engine.abort("g0")
     engine.step()
     engine.recover("a test")
+    drain(engine)
     check_pages_free(engine)
     assert run(engine, requests())[0] == alone
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.serve import protocol, routes_embeddings, routes_openai, routes_ops, routes_score
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
-from octavo.serve.metrics import Recorder, ServerCollector, exposition
+from octavo.serve.metrics import ServerCollector, exposition
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -26,7 +26,9 @@ def samples():
     """Names of all samples and families in the text of /metrics."""
     keys = KeyRing(ServerConfig(api_key="x"), {})
     keys.enter(b"x")
-    text = exposition(ServerCollector(Recorder(), keys, "m")).decode()
+    collector = ServerCollector("m")
+    collector.recorder.note_keys(keys)
+    text = exposition(collector).decode()
     names = set()
     for family in text_string_to_metric_families(text):
         names |= {family.name, *(sample.name for sample in family.samples)}

@@ -236,18 +236,40 @@ def test_a_prompt_is_scored_without_sampling(chunk):
 # The rest of the surface
 
 
-def test_reset_forgets_the_device():
-    loop = loop_of(overlap=True)
-    loop.add(request("a"))
+def test_a_reset_fails_what_was_running_and_keeps_what_waits():
+    loop = loop_of(overlap=True, max_num_seqs=1)
+    loop.add(request("runs"))
+    loop.add(request("waits"))
     loop.scheduler.schedule(0.0)
-    with pytest.raises(RuntimeError, match="1 requests are live"):
-        loop.scheduler.reset()
-    for id_ in loop.scheduler.request_ids():
-        loop.scheduler.abort(id_)
-    loop.scheduler.reset()
+    failed = loop.scheduler.reset("the device is gone")
+    assert [(e.request_id, e.finish_reason, e.error) for e in failed] == [
+        ("runs", "error", "the device is gone")
+    ]
+    loop.scheduler.check()
+    (row,) = loop.scheduler.schedule(0.0).rows
+    assert (row.request_id, row.start, row.reset) == ("waits", 0, True)
+
+
+def test_a_reset_keeps_a_preempted_request():
+    loop = preempting()
+    while loop.scheduler.stats().preemptions == 0:
+        loop.step()
+    failed = loop.scheduler.reset("gone")
+    assert [event.request_id for event in failed] == ["a"]
+    loop._in_flight.clear()
+    loop.device.cells.clear()
+    assert loop.drain()["b"] == alone(loop.requests["b"])
+
+
+def test_a_reset_fails_a_preempted_request_whose_token_was_in_flight():
+    loop = preempting(overlap=True)
+    for _ in range(3):
+        loop.step()
+    assert loop.scheduler._states["b"].pending
+    loop.scheduler._preempt(loop.scheduler._states["b"])
+    assert {event.request_id for event in loop.scheduler.reset("gone")} == {"a", "b"}
+    loop.scheduler.check()
     assert not loop.scheduler.has_work()
-    loop.add(request("b"))
-    assert loop.scheduler.schedule(0.0).rows[0].start == 0
 
 
 def test_pages_can_be_borrowed():

@@ -1,0 +1,244 @@
+"""Faults on the API side: bugs in a stage, bad peers, full disks, wall clocks. The server stays."""
+
+import ast
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mock_engine import UNSPEAKABLE
+from mock_server import running
+from test_server_life import exit_code, start_stream
+
+from octavo.serve import client as client_module
+from octavo.serve import logs
+from octavo.serve.client import EngineClient
+from octavo.serve.errors import ApiError
+from octavo.serve.types import Request, TokenEvent
+
+SERVE = Path(__file__).parent.parent / "serve"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(receive_seconds=1.0, send_seconds=1.0) as it:
+        yield it
+        it.wait(it.idle)
+        assert it.good(it.complete("ab", max_tokens=2))["choices"][0]["text"] == "ab"
+        assert "never retrieved" not in it.log
+
+
+# A bug in a stage
+
+
+def in_stage(server, stage, **fields):
+    """The answer to a request in whose `stage` there is a bug."""
+    if stage == "tokenise":
+        return server.complete("fault:tokenise", **fields)
+    if stage == "template":
+        return server.chat("hi", chat_template="bug", **fields)
+    return server.complete([97, 98, UNSPEAKABLE], **fields)
+
+
+@pytest.mark.parametrize("stage", ["tokenise", "template", "detokenise"])
+def test_a_bug_in_a_stage_fails_its_request_alone(server, stage):
+    connection, response = start_stream(server, prompt="ok<|slow|>", max_tokens=15)
+    status, _, body = in_stage(server, stage)
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    assert "RuntimeError" in body["error"]["message"]
+    assert b'"finish_reason":"length"' in response.read()
+    connection.close()
+    server.wait(server.idle, 5)
+
+
+def test_a_bug_while_streaming_is_an_error_event(server):
+    body = {"prompt": [97, 98, UNSPEAKABLE], "temperature": 0}
+    *_, error, done = server.stream("/v1/completions", body)
+    assert (error["error"]["type"], done) == ("server_error", "[DONE]")
+    server.wait(server.idle, 5)
+
+
+# What isn't HTTP, and clients that stand still
+
+
+def exchange(server, data, seconds=5.0):
+    """What the server sends back on a raw connection until it closes it."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as raw:
+        raw.sendall(data)
+        out = b""
+        try:
+            while piece := raw.recv(1 << 16):
+                out += piece
+        except ConnectionResetError:
+            pass
+    return out
+
+
+MALFORMED = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"GET\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+    b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nBad Header\x00: x\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("data", MALFORMED)
+def test_malformed_http_is_400_with_an_error_object(server, data):
+    head, _, body = exchange(server, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_an_endless_head_is_refused(server):
+    start = b"GET / HTTP/1.1\r\nHost: x\r\n"
+    assert b" 431 " in exchange(server, start + b"X: " + b"a" * 400_000)
+    assert b" 431 " in exchange(server, start + b"X: a\r\n" * 60_000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_bytes_bring_a_5xx_or_a_hang(server, data):
+    good = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "a"}'
+    cut = data.draw(st.integers(0, len(good)))
+    junk = data.draw(st.binary(max_size=20))
+    sent = good[:cut] + junk + good[data.draw(st.integers(cut, len(good))) :]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+        raw.sendall(sent)
+        raw.shutdown(socket.SHUT_WR)
+        out = b""
+        try:
+            while piece := raw.recv(1 << 16):
+                out += piece
+        except ConnectionResetError:
+            pass
+    statuses = {line[9:12] for line in out.split(b"\n") if line.startswith(b"HTTP/1.1 ")}
+    assert not any(status.startswith(b"5") for status in statuses), (sent, out)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/completions HTT",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"pro',
+    ],
+)
+def test_an_unfinished_request_is_cut_off(server, sent):
+    start = time.monotonic()
+    answer = exchange(server, sent)
+    assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+    assert 0.5 < time.monotonic() - start < 4
+
+
+def test_a_client_that_stops_reading_is_cut_off_and_its_request_ends(server):
+    body = {"prompt": "z" * 50, "max_tokens": 1900, "stream": True, "temperature": 0, "n": 30}
+    data = json.dumps({**body, "temperature": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data)
+    before = server.metric("octavo:client_disconnects_total")
+    stalled = socket.socket()
+    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    stalled.connect(("127.0.0.1", server.port))
+    stalled.sendall(head + data)
+    server.wait(lambda: server.metric("octavo:client_disconnects_total") == before + 1, 10)
+    server.wait(server.idle, 5)
+    stalled.close()
+
+
+def test_an_unread_answer_is_bounded(monkeypatch):
+    monkeypatch.setattr(client_module, "MAX_UNREAD_TOKENS", 10)
+    aborted = []
+    engine = EngineClient(b"api")
+    engine.up = True
+    monkeypatch.setattr(engine, "abort", aborted.extend)
+    call = engine.submit([Request("a", (1,), None), Request("b", (1,), None)])
+    while not aborted:
+        call.put(TokenEvent("a", (5,)))
+        assert len(call._events) <= 20
+    assert sorted(aborted) == ["a", "b"]
+    with pytest.raises(ApiError, match="was not read") as refusal:
+        call.next().send(None)
+    assert refusal.value.status == 408
+
+
+# Logs that can't be written
+
+
+def test_a_full_disk_takes_no_server_down():
+    with open("/dev/full", "w") as full, running(stderr=full, log_level="debug") as server:
+        assert server.complete("<|boom|>")[0] == 500  # logs a traceback in the core
+        assert in_stage(server, "detokenise")[0] == 500  # and one here
+        assert server.complete("a")[0] == 200
+        server.signal()
+        assert exit_code(server) == 0
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "never read"])
+def test_a_log_pipe_without_a_reader_takes_no_server_down(closed):
+    reader, writer = os.pipe()
+    if closed:
+        os.close(reader)
+    with running(stderr=writer, log_level="debug") as server:
+        os.close(writer)
+        for _ in range(60):
+            assert in_stage(server, "detokenise")[0] == 500
+        assert server.complete("a")[0] == 200
+        server.signal()
+        assert exit_code(server) == 0
+    if not closed:
+        os.close(reader)
+
+
+def test_lost_lines_are_counted_and_order_is_kept(monkeypatch):
+    monkeypatch.setattr(logs, "QUEUE_LINES", 10)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, True)
+    handler = logs.LossyHandler(writer)
+    record = logging.LogRecord("x", logging.INFO, "", 0, "%s", ("l" * 5000,), None)
+    for _ in range(100):
+        handler.emit(record)
+    assert handler.lost >= 100 - 10 - 65536 // 5001 - 2
+    handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "%d", ("no number",), None))
+    os.close(reader)
+    handler.close()
+    os.close(writer)
+    assert handler.lost > 90
+
+
+# Clocks
+
+
+def test_a_wall_clock_that_jumps_changes_nothing():
+    with running(jumping_clock=True, request_timeout=5.0, drain_seconds=20.0) as server:
+        connection, response = start_stream(server, max_tokens=20)
+        assert server.good(server.complete("ab", max_tokens=4))["choices"][0]["text"] == "abab"
+        assert server.status() == "ready"
+        server.signal()
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        assert exit_code(server) == 0
+
+
+def test_the_wall_clock_only_stamps():
+    """time.time() only ever becomes a whole number of seconds: nothing is measured with it."""
+    wall = {"time.time", "datetime.now", "datetime.utcnow"}
+    for path in SERVE.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        stamps = {
+            id(node.args[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "int" and node.args
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in wall:
+                assert id(node) in stamps, f"{path.name}:{node.lineno} measures with the wall clock"

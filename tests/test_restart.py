@@ -1,0 +1,148 @@
+"""The engine core dies or hangs under a running server: what clients, probes and metrics see."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from mock_server import gone, running
+from test_server_life import exit_code, hang_up, start_stream
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server that survives everything below."""
+    flag = str(tmp_path_factory.mktemp("flags") / "once")
+    settings = {"max_engine_restarts": 100, "engine_restart_window": 1.0, "watchdog_seconds": 0.5}
+    with running(engine={"flag_file": flag}, **settings) as it:
+        it.flag = flag
+        yield it
+        assert it.idle()
+        assert "ASGI" not in it.log
+        assert "never retrieved" not in it.log
+
+
+def in_background(server, **body):
+    """A request in a thread of its own; call the result to wait for its answer."""
+    out = []
+    thread = threading.Thread(target=lambda: out.append(server.complete(**body)))
+    thread.start()
+
+    def answer():
+        thread.join(30)
+        return out[0]
+
+    return answer
+
+
+def restarts(server):
+    return server.metric("octavo:engine_restarts_total")
+
+
+def test_a_killed_core_is_replaced_and_only_begun_streams_fail(server):
+    before, old = restarts(server), server.core_pid()
+    connection, response = start_stream(server)
+    os.kill(old, signal.SIGKILL)
+    rest = response.read()
+    connection.close()
+    error = json.loads(rest.split(b"data: ")[-2])["error"]
+    assert (error["type"], "engine process has ended" in error["message"]) == ("server_error", True)
+    assert rest.endswith(b"data: [DONE]\n\n")
+    server.wait(lambda: server.status() == "ready")
+    assert gone(old)
+    assert server.core_pid() != old
+    assert restarts(server) == before + 1
+    assert server.good(server.complete("ab", max_tokens=4))["choices"][0]["text"] == "abab"
+    assert server.idle()
+
+
+def test_while_it_restarts_the_server_answers_503_and_stays_alive(server):
+    Path(server.flag + ".fail").touch()
+    os.kill(server.core_pid(), signal.SIGKILL)
+    server.wait(lambda: server.status() == "restarting", 5)
+    status, headers, body = server.complete("a")
+    assert (status, body["error"]["message"]) == (503, "the engine is restarting")
+    assert int(headers["retry-after"]) >= 1
+    assert server.get("/health")[0] == server.get("/health/ready")[0] == 503
+    assert server.get("/health/live")[0] == 200
+    assert server.metric("octavo:engine_up") == 0
+    Path(server.flag + ".fail").unlink()
+    server.wait(lambda: server.status() == "ready")
+    assert server.metric("octavo:engine_up") == 1
+
+
+def test_a_request_of_which_nothing_was_sent_runs_again_unseen(server):
+    """Its first engine ends before it says a word."""
+    before = restarts(server)
+    answer = server.good(server.complete("<|once|>ab", max_tokens=4, n=3, temperature=1))
+    assert answer["usage"]["completion_tokens"] == 12
+    assert restarts(server) == before + 1
+
+
+def test_a_request_that_ends_every_engine_fails_after_its_second(server):
+    before = restarts(server)
+    status, _, body = server.complete("<|exit|>")
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    assert "exit code 9" in body["error"]["message"]
+    server.wait(lambda: server.status() == "ready")
+    assert restarts(server) == before + 2
+
+
+def test_a_hung_engine_is_reported_then_restarted(server):
+    before = restarts(server)
+    answer = in_background(server, prompt="<|hang|>")
+    seen = set()
+    server.wait(lambda: seen.add(server.status()) or restarts(server) > before, 10)
+    assert "stuck" in seen
+    status, _, body = answer()
+    assert status == 500
+    assert "hangs" in body["error"]["message"]
+    server.wait(lambda: server.status() == "ready")
+
+
+def test_a_compile_longer_than_the_watchdog_is_no_hang(server):
+    before = restarts(server)
+    answer = in_background(server, prompt="<|compile|>", max_tokens=1)
+    seen = set()
+    server.wait(lambda: seen.add(server.status()) or (server.idle() and len(seen) > 0), 10)
+    assert server.good(answer())["usage"]["completion_tokens"] == 1
+    assert seen == {"ready"}
+    assert restarts(server) == before
+
+
+def test_a_step_that_keeps_failing_brings_a_new_engine(server):
+    before = restarts(server)
+    for _ in range(3):
+        assert server.complete("<|boom|>")[0] == 500
+    server.wait(lambda: restarts(server) > before and server.status() == "ready")
+    assert server.complete("a")[0] == 200
+
+
+def test_the_core_ignores_signals_meant_for_the_service(server):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(server.core_pid(), number)
+    before = restarts(server)
+    assert server.complete("a")[0] == 200
+    assert restarts(server) == before
+
+
+def test_the_breaker_opens_and_closes_and_the_server_stays():
+    with running(max_engine_restarts=1, engine_restart_window=4.0) as server:
+        stream = start_stream(server)
+        for wanted in ("ready", "failed"):
+            os.kill(server.core_pid(), signal.SIGKILL)
+            server.wait(lambda: restarts(server) == 1, 5)
+            server.wait(lambda wanted=wanted: server.status() == wanted, 5)
+        hang_up(*stream)
+        assert server.get("/health/live")[0] == 503
+        status, headers, body = server.complete("a")
+        assert status == 503
+        assert "engine is down" in body["error"]["message"]
+        assert int(headers["retry-after"]) >= 4
+        server.wait(lambda: server.status() == "ready", 10)
+        assert restarts(server) == 2
+        assert server.complete("a")[0] == 200
+        server.signal()
+        assert exit_code(server) == 0
