@@ -178,9 +178,9 @@ class CoreSupervisor:
         finally:
             for task in helpers:
                 task.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
-            self._socket.close()
+            self._socket.close()  # before anything is awaited: `stop` may cancel here
             self._socket = None
+            await asyncio.gather(*helpers, return_exceptions=True)
         return self._reason or f"{errors.CORE_DEAD} (exit code {code})"
 
     async def _spawn(self, address: str) -> asyncio.subprocess.Process:
