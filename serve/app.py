@@ -7,7 +7,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from octavo.serve import errors, routes_embeddings, routes_openai, routes_ops, routes_score
+from octavo.serve import (
+    errors,
+    routes_embeddings,
+    routes_messages,
+    routes_openai,
+    routes_ops,
+    routes_score,
+)
 from octavo.serve.context import ServerContext, context_of
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.gate import Gate
@@ -25,6 +32,7 @@ def create_app(context: ServerContext) -> FastAPI:
     app.include_router(routes_openai.router)
     app.include_router(routes_embeddings.router)
     app.include_router(routes_score.router)
+    app.include_router(routes_messages.router)
     app.include_router(routes_ops.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -105,6 +105,10 @@ class AnswerPlan:
     splitter: Callable[[], AnswerSplitter]
 
 
+PLAIN = AnswerPlan(frozenset(), None, False, False, lambda: AnswerSplitter(None, None))
+"""Answers that are all content."""
+
+
 def answer_plan(
     formats: ChatFormats,
     use: ToolUse | None,

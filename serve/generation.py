@@ -163,16 +163,7 @@ class Generation:
     async def stream(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
         """SSE bytes, starting with `events`; what is ready together is yielded together."""
         assert self.call is not None
-        with_usage = self._wanted.usage
-        self._writers = [
-            responses.ChunkWriter(
-                self._identity, c.index, chat=self._wanted.chat, with_usage=with_usage
-            )
-            for c in self.choices
-        ]
-        done = [c for c in self.choices if c.finish_reason is not None]
-        opening = b"".join(self._greet(c) + self._last(c, Delta(), c.finish_reason) for c in done)
-        if opening:
+        if opening := self._opening():
             yield opening
         with self._accounted():
             while self._running:
@@ -183,7 +174,20 @@ class Generation:
                     raise error
                 if self._running:
                     events = await self.call.next()
-        yield (self._usage_event() if with_usage else b"") + responses.SSE_DONE
+        yield self._closing()
+
+    def _opening(self) -> bytes:
+        """What a stream says before the first news: of choices that want no token, all."""
+        with_usage, chat = self._wanted.usage, self._wanted.chat
+        self._writers = [
+            responses.ChunkWriter(self._identity, c.index, chat=chat, with_usage=with_usage)
+            for c in self.choices
+        ]
+        done = [c for c in self.choices if c.finish_reason is not None]
+        return b"".join(self._greet(c) + self._last(c, Delta(), c.finish_reason) for c in done)
+
+    def _closing(self) -> bytes:
+        return (self._usage_event() if self._wanted.usage else b"") + responses.SSE_DONE
 
     def _advance(self, event: TokenEvent) -> list[tuple[Choice, Delta]]:
         """Deltas of one event, with timings recorded and the engine told of stop strings."""

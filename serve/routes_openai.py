@@ -126,7 +126,7 @@ async def _generate(
     visit = visit_of(request)
     parts = (context.client, context.recorder, context.table, identity, wanted, visit)
     job = SplitGeneration(*parts, plan) if plan else Generation(*parts)
-    _add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id)
+    add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id)
     call = job.start()
     guard = Guard(request, call, context)
     try:
@@ -142,7 +142,7 @@ async def _generate(
     return Response(job.answer(), media_type="application/json")
 
 
-def _add_samples(
+def add_samples(
     job: Generation,
     body: CompletionBody | ChatBody,
     wanted: Wanted,
@@ -261,5 +261,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _report(self, send: Send, error: ApiError) -> None:
-        body = responses.sse({"error": error.fields()}) + responses.SSE_DONE
+        body = self.error_event(error)
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        return responses.sse({"error": error.fields()}) + responses.SSE_DONE

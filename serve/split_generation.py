@@ -30,30 +30,15 @@ class SplitAnswer:
     """What came out of one sample so far.
 
     Attributes:
+        events: what was kept for an answer that isn't streamed.
         reasoning_tokens: tokens read while the splitter was inside a think block.
         finish_reason: as the client is told, once the sample has ended.
     """
 
     splitter: AnswerSplitter
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    events: list[AnswerEvent] = field(default_factory=list)
     reasoning_tokens: int = 0
     finish_reason: str | None = None
-
-    def keep(self, events: list[AnswerEvent]) -> None:
-        """Add events to the answer."""
-        for event in events:
-            match event:
-                case ContentDelta(text):
-                    self.content.append(text)
-                case ReasoningDelta(text):
-                    self.reasoning.append(text)
-                case CallStart(_, id_, name):
-                    function = {"name": name, "arguments": ""}
-                    self.calls.append({"id": id_, "type": "function", "function": function})
-                case CallArguments(index, text):
-                    self.calls[index]["function"]["arguments"] += text
 
 
 class SplitGeneration(Generation):
@@ -105,7 +90,7 @@ class SplitGeneration(Generation):
         if answer.finish_reason is not None:
             return
         super()._keep(choice, delta)
-        answer.keep(self.split(choice, delta))
+        answer.events += self.split(choice, delta)
 
     def _render(self, event: TokenEvent) -> bytes:
         body = b""
@@ -136,12 +121,14 @@ class SplitGeneration(Generation):
         out = super()._chat_choice(choice)
         answer = self._answers[choice.index]
         message = out["message"]
-        message["content"] = "".join(answer.content)
-        if answer.calls:
-            message["tool_calls"] = answer.calls
-            message["content"] = message["content"] or None
+        fields = delta_fields(answer.events)
+        message["content"] = fields.get("content", None if "tool_calls" in fields else "")
+        if "tool_calls" in fields:
+            for call in fields["tool_calls"]:
+                del call["index"]
+            message["tool_calls"] = fields["tool_calls"]
         if self._plan.reasoning:
-            message["reasoning_content"] = "".join(answer.reasoning) or None
+            message["reasoning_content"] = fields.get("reasoning_content")
         out["finish_reason"] = answer.finish_reason
         return out
 
@@ -155,26 +142,24 @@ class SplitGeneration(Generation):
 
 
 def delta_fields(events: list[AnswerEvent]) -> dict[str, Any]:
-    """The `delta` of a chat chunk that carries `events`."""
-    fields: dict[str, Any] = {}
+    """The `delta` of a chat chunk that carries `events`; of all events, the message."""
+    texts: dict[str, list[str]] = {}
     calls: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
     for event in events:
         match event:
             case ContentDelta(text):
-                fields["content"] = fields.get("content", "") + text
+                texts.setdefault("content", []).append(text)
             case ReasoningDelta(text):
-                fields["reasoning_content"] = fields.get("reasoning_content", "") + text
+                texts.setdefault("reasoning_content", []).append(text)
             case CallStart(index, id_, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {
-                    "index": index,
-                    "id": id_,
-                    "type": "function",
-                    "function": function,
-                }
+                calls[index] = {"index": index, "id": id_, "type": "function"}
+                calls[index]["function"] = {"name": name}
+                arguments[index] = []
             case CallArguments(index, text):
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += text
-    if calls:
-        fields["tool_calls"] = list(calls.values())
-    return fields
+                calls.setdefault(index, {"index": index, "function": {}})
+                arguments.setdefault(index, []).append(text)
+    for index, parts in arguments.items():
+        calls[index]["function"]["arguments"] = "".join(parts)
+    fields: dict[str, Any] = {name: "".join(parts) for name, parts in texts.items()}
+    return fields | ({"tool_calls": list(calls.values())} if calls else {})

@@ -1,0 +1,148 @@
+"""Anthropic's /v1/messages: its body, and the chat request that means the same."""
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from octavo.serve.errors import ApiError, invalid, unsupported
+from octavo.serve.protocol import ChatBody
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NOT_TEXT = "only text, thinking, tool_use and tool_result blocks are accepted"
+
+
+class MessagesBody(BaseModel):
+    """POST /v1/messages. None means the default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    model: str | None = None
+    messages: list[Any]
+    max_tokens: int | None = None
+    system: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    thinking: Any = None
+    service_tier: str | None = None
+    cache_control: Any = None
+
+
+def chat_body(body: MessagesBody) -> ChatBody:
+    """The same request to /v1/chat/completions; ApiError 400 naming the field at fault.
+
+    A final assistant message is the start of the answer, which goes on behind it.
+    """
+    if body.thinking is not None and _kind(body.thinking) not in ("adaptive", "disabled"):
+        raise unsupported("thinking", "a model reasons as its template says, without a budget")
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for i, message in enumerate(body.messages):
+        messages += _messages(message, f"messages[{i}]")
+    choice, parallel = _choice(body.tool_choice)
+    return ChatBody(
+        messages=messages,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
+    )
+
+
+def _choice(choice: Any) -> tuple[Any, bool | None]:
+    if choice is None:
+        return None, None
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in _CHOICES:
+        chosen = _CHOICES[kind]
+    else:
+        raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice")
+    return chosen, not choice.get("disable_parallel_tool_use", False)
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise _wrong(where, "must be an object")
+    if tool.get("type") not in (None, "custom"):
+        raise _wrong(f"{where}.type", f"must be 'custom', not {tool['type']!r}")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _messages(message: Any, where: str) -> list[dict[str, Any]]:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant"):
+        raise _wrong(f"{where}.role", "must be user or assistant")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise _wrong(f"{where}.content", "must be a string or a list of blocks")
+    return (_user if role == "user" else _assistant)(content, f"{where}.content")
+
+
+def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for i, block in enumerate(blocks):
+        if _kind(block) == "tool_result":
+            text = _text(block.get("content") or "", f"{where}[{i}].content")
+            if block.get("is_error"):
+                text = f"error: {text}"
+            call_id = block.get("tool_use_id")
+            out.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        else:
+            texts.append(_text([block], where, i))
+    return [*out, {"role": "user", "content": "\n".join(texts)}] if texts or not out else out
+
+
+def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant"}
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(blocks):
+        kind = _kind(block)
+        if kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": block.get("name"), "arguments": arguments}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking":
+            message["reasoning_content"] = block.get("thinking")
+        else:
+            texts.append(_text([block], where, i))
+    message["content"] = "\n".join(texts) if texts or not calls else None
+    return [message | ({"tool_calls": calls} if calls else {})]
+
+
+def _kind(block: Any) -> str | None:
+    return block.get("type") if isinstance(block, dict) else None
+
+
+def _text(content: Any, where: str, first: int = 0) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, "must be a string or a list of text blocks")
+    for i, block in enumerate(content, first):
+        if _kind(block) != "text" or not isinstance(block.get("text"), str):
+            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {_kind(block)!r}")
+    return "\n".join(block["text"] for block in content)
+
+
+def _wrong(where: str, what: str) -> ApiError:
+    return invalid(f"{where} {what}", where)

@@ -1,0 +1,168 @@
+"""Anthropic's Messages API through the real `anthropic` client. The mock repeats the prompt."""
+
+import anthropic
+import pytest
+from mock_server import running
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+
+NO_CALL = {"tools": [TOOL], "tool_choice": {"type": "none"}}
+GREEDY = {"generation": {"temperature": 0}}
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
+
+
+@pytest.fixture(scope="module")
+def srv():
+    with running(engine=GREEDY, reasoning_parser="think", api_key="secret") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(srv):
+    address = f"http://127.0.0.1:{srv.port}"
+    with anthropic.Anthropic(base_url=address, api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def ask(text, **fields):
+    """Keyword arguments of a request answered by "user:" and the text."""
+    message = {"role": "user", "content": text}
+    return {"model": "mock", "max_tokens": 200, "messages": [message], **fields}
+
+
+def dumped(message):
+    return [
+        {k: v for k, v in block.model_dump().items() if v is not None and k != "id"}
+        for block in message.content
+    ]
+
+
+def test_text(client):
+    message = client.messages.create(**ask("hey<|eos|>"))
+    assert (message.role, message.type) == ("assistant", "message")
+    assert dumped(message) == [{"type": "text", "text": "user:hey"}]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    prompt = client.messages.count_tokens(model="mock", messages=ask("hey<|eos|>")["messages"])
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == prompt.input_tokens
+    assert usage.output_tokens == len("user:hey") + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "kinds", "reason"),
+    [
+        ("hey<|eos|>", {}, ["text"], "end_turn"),
+        ("hey", {"max_tokens": 3}, ["text"], "max_tokens"),
+        ("hey", {"stop_sequences": ["ey"]}, ["text"], "stop_sequence"),
+        (f"x{CALL}y{CALL}<|eos|>", {"tools": [TOOL]}, ["text", "tool_use"] * 2, "tool_use"),
+        (
+            f"{CALL}{CALL}",
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            },
+            ["text", "tool_use"],
+            "tool_use",
+        ),
+        (
+            f"{CALL}<|eos|>",
+            {"tools": [TOOL], "tool_choice": {"type": "none"}},
+            ["text"],
+            "end_turn",
+        ),
+    ],
+)
+def test_a_stream_adds_up_to_the_message(client, text, fields, kinds, reason):
+    message = client.messages.create(**ask(text, **fields))
+    assert [block.type for block in message.content] == kinds
+    assert message.stop_reason == reason
+    with client.messages.stream(**ask(text, **fields)) as stream:
+        streamed = stream.get_final_message()
+    assert dumped(streamed) == dumped(message)
+    assert streamed.stop_reason == reason
+    assert streamed.stop_sequence == message.stop_sequence
+    assert streamed.usage == message.usage
+
+
+def test_calls_have_objects_for_input(client):
+    message = client.messages.create(**ask(f"{CALL}<|eos|>", tools=[TOOL]))
+    assert message.content[1].input == {"a": 1}
+    cut = '<tool_call>{"name": "f", "arguments": {"a": '
+    message = client.messages.create(**ask(f"{cut}<|eos|>", tools=[TOOL]))
+    assert message.content[1].input == {"INVALID_JSON": '{"a": '}
+
+
+def test_history_and_prefill(client):
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "no", "is_error": True},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+        {"role": "assistant", "content": "Well"},
+    ]
+    fields = {"system": [{"type": "text", "text": "be"}], "messages": messages}
+    message = client.messages.create(**ask("", **fields, stop_sequences=["Well"]))
+    want = "system:be\nuser:a\nb\nassistant:None\ntool:error: no\nuser:so?\nassistant:"
+    assert message.content[0].text == want
+
+
+def test_thinking_comes_first(client):
+    messages = [
+        {"role": "user", "content": "so</think>yes<|eos|>"},
+        {"role": "assistant", "content": "<think>"},
+    ]
+    message = client.messages.create(**ask("", messages=messages))
+    assert [b.type for b in message.content] == ["thinking", "text"]
+    assert (message.content[0].thinking, message.content[1].text) == ("user:so", "yes")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [IMAGE]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].function.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"extra_body": {"some_future_field": 1}}, "unknown field"),
+    ],
+)
+def test_refusals(client, fields, param):
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**ask("hi", **fields))
+    body = caught.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert body["error"]["message"].startswith(param)
+
+
+def test_failures(srv, client):
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**ask("hi", model="other"))
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="wrong").messages.create(**ask("hi"))
+    with pytest.raises(anthropic.InternalServerError, match="NaN"):
+        client.messages.create(**ask("<|nan|>"))
+    with (
+        pytest.raises(anthropic.APIStatusError, match="NaN"),
+        client.messages.stream(**ask("<|nan|>")) as stream,
+    ):
+        stream.get_final_message()
