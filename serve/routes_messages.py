@@ -61,7 +61,7 @@ async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     ready = context.require_ready()
-    raw = await read_body(request, context.config.max_body_bytes)
+    raw = await read_body(request, context.config)
     body = parse_body(MessagesBody, raw)
     context.check_model(body.model)
     if body.max_tokens is None or body.max_tokens < 1:
@@ -100,7 +100,7 @@ async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that a conversation makes."""
     context = context_of(request)
     context.require_ready()
-    raw = await read_body(request, context.config.max_body_bytes)
+    raw = await read_body(request, context.config)
     body = parse_body(MessagesBody, raw)
     context.check_model(body.model)
     prompt, _ = await plan_chat(context, chat_body(body), None)
