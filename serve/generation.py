@@ -9,7 +9,8 @@ from typing import Any
 
 from octavo.serve import responses
 from octavo.serve.client import Call, EngineClient
-from octavo.serve.detokenize import Detokenizer, TokenTable
+from octavo.serve.detokenize import TokenTable
+from octavo.serve.echo import echo_pieces
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
@@ -379,25 +380,3 @@ def _ended_by(error: BaseException) -> str | None:
         return FINISH_ERROR if error.status >= 500 else None
     expected = ApiError | ClientGone | asyncio.CancelledError | GeneratorExit
     return FINISH_ABORT if isinstance(error, expected) else FINISH_ERROR
-
-
-def echo_pieces(prompt: Prompt, table: TokenTable, skip: bool) -> tuple[str, list[str]]:
-    """The prompt's text and the slice of each of its tokens.
-
-    Text that was given is repeated as it was given: specials written in it stay, specials that the
-    tokenizer put before it don't show. Ids follow skip_special_tokens.
-    """
-    pieces = _slices(prompt.ids, table, skip and prompt.text is None)
-    if prompt.text is None:
-        return "".join(pieces), pieces
-    if "".join(pieces) != prompt.text and prompt.ids[0] in table.special_ids:
-        pieces = ["", *_slices(prompt.ids[1:], table, False)]
-    return prompt.text, pieces
-
-
-def _slices(ids: Sequence[int], table: TokenTable, skip: bool) -> list[str]:
-    detokenizer = Detokenizer(table, skip_special_tokens=skip, continues=False)
-    pieces = [detokenizer.push(token_id) for token_id in ids]
-    if pieces:
-        pieces[-1] += detokenizer.flush()
-    return pieces

@@ -107,6 +107,22 @@ def test_parallel_calls_can_be_ruled_out(srv):
     srv.wait(srv.idle)
 
 
+def test_a_named_function_gets_the_whole_answer(srv):
+    """The mock's answer to a request with a grammar spells the grammar."""
+    fields = once("q", tools=[tool("g"), tool()], tool_choice=NAMED, stop="object", max_tokens=99)
+    (choice,) = srv.good(srv.post("/v1/chat/completions", fields))["choices"]
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "stop"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": 'json_schema {"type":"'}
+    message, reason, _ = joined(srv.stream("/v1/chat/completions", fields))
+    assert message["tool_calls"][0]["function"] == call["function"]
+    assert reason == "stop"
+    required = once("q", tools=[tool()], tool_choice="required", stop="\n")
+    (choice,) = srv.good(srv.post("/v1/chat/completions", required))["choices"]
+    assert choice["message"]["content"].startswith("lark start: call")
+
+
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": [tool("g")]}])
 def test_text_that_is_no_call_stays_text(srv, fields):
     fields = once(f"{CALL}<|eos|>", **{"tools": [tool()], **fields})
