@@ -10,7 +10,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.serve import protocol, routes_embeddings, routes_openai, routes_ops, routes_score
+from octavo.serve import (
+    protocol,
+    routes_embeddings,
+    routes_messages,
+    routes_openai,
+    routes_ops,
+    routes_score,
+)
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
 from octavo.serve.metrics import ServerCollector, exposition
@@ -96,7 +103,7 @@ def test_every_endpoint_and_parameter_has_a_test_that_exists():
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert test in defined, f"{subject}: {file}::{test}"
     subjects = {subject.strip("`") for subject, _, _ in rows}
-    routers = (routes_openai, routes_embeddings, routes_score, routes_ops)
+    routers = (routes_openai, routes_messages, routes_embeddings, routes_score, routes_ops)
     routes = [route for module in routers for route in module.router.routes]
     served = {f"{m} {r.path.replace(':path', '')}" for r in routes for m in r.methods}
     fields = {*protocol.CompletionBody.model_fields, *protocol.ChatBody.model_fields}

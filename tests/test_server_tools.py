@@ -114,7 +114,7 @@ def test_a_named_function_gets_the_whole_answer(srv):
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "stop"
     (call,) = choice["message"]["tool_calls"]
-    assert call["function"] == {"name": "f", "arguments": 'json_schema {"type":"'}
+    assert call["function"] == {"name": "f", "arguments": 'json_schema {"type": "'}
     message, reason, _ = joined(srv.stream("/v1/chat/completions", fields))
     assert message["tool_calls"][0]["function"] == call["function"]
     assert reason == "stop"
