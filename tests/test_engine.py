@@ -12,7 +12,7 @@ from octavo.generate import make_generate
 from octavo.model.forward import forward
 from octavo.sampling.params import SamplingParams
 from octavo.serve.compile import ProgramKey, Programs
-from octavo.serve.programs import COMMON_FLAGS, ProgramBuilder
+from octavo.serve.programs import COMMON_FLAGS, SAMPLING_FLAGS, ProgramBuilder
 from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Request
 
 PLAIN = {"overlap": False, "max_decode_steps": 1}
@@ -182,7 +182,10 @@ def test_no_compile_after_warm_up():
     engine = tiny_engine()
     builder, store = engine.runner.builder, engine.runner.programs.store
     programs = Programs(builder.build, store, devices=jax.devices()[:1], strict=True)
-    programs.warm(builder.warmup_keys(), workers=2)
+    keys = builder.warmup_keys()
+    # Of the sampling variants those that the requests need: each costs seconds to compile.
+    rare = {flags for flags in SAMPLING_FLAGS if flags.grammar or flags.logprobs > 5}
+    programs.warm([key for key in keys if key.flags not in rare], workers=2)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setattr(engine.runner, "programs", programs)

@@ -280,7 +280,8 @@ def test_special_tokens_map_fills_in(tmp_path):
 def test_templates_of_a_folder(tmp_path):
     listed = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     folder = _folder(tmp_path, tokenizer_config={"chat_template": listed})
-    chat, tools = [{"role": "user", "content": "x"}], [{"type": "function"}]
+    chat = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
     tokenizer = load_tokenizer(folder)
     assert tokenizer.render_chat(chat) == "D"
     assert tokenizer.render_chat(chat, tools=tools) == "T"
