@@ -6,9 +6,11 @@ the cold one left. A timeline line gives the seconds at which each stage had end
 import    Python and the engine's modules
 device    jax has met its devices
 weights   parameters are on the device
-engine    cache allocated, sizes settled
+sizes     temporaries measured, cache allocated
 programs  with --warmup=all, every program compiled or loaded
 first     first token of a --prompt token prompt
+
+All but the first and the last are the engine's own timeline, which `octavo serve` logs too.
 """
 
 import json
@@ -27,7 +29,7 @@ from octavo.bench.report import Results, flag_values, rounded
 from octavo.serve.config import EngineConfig
 from octavo.serve.configfile import LoadedConfig
 
-STAGES = ("import", "device", "weights", "engine", "programs", "first")
+STAGES = ("import", "device", "weights", "sizes", "programs", "first")
 HELP = """[--flags]
 
   --prompt=128            tokens of the first prompt
@@ -89,36 +91,27 @@ def main() -> None:
     order = json.load(sys.stdin)
     ends: dict[str, float] = {}
 
-    def ended(stage: str) -> None:
-        ends[f"{stage}_s"] = rounded(time.time() - order["begun"]) or 0.0
-
-    import jax
+    def elapsed() -> float:
+        return time.time() - order["begun"]
 
     from octavo.sampling.params import SamplingParams
-    from octavo.serve import devices, launch
+    from octavo.serve.launch import build_engine
     from octavo.serve.types import Request
 
-    ended("import")
-    config = EngineConfig(**order["config"])
-    devices.configure_xla()
-    jax.devices()
-    ended("device")
-    checkpoint = launch.load(config)
-    jax.block_until_ready(checkpoint.params)
-    ended("weights")
-    engine = launch.assemble(config, checkpoint, serving=True)
-    ended("engine")
-    if config.warmup == "all":
-        keys = engine.runner.builder.warmup_keys()
-        engine.runner.programs.warm(keys, workers=os.cpu_count() or 1)
-    ended("programs")
+    end = elapsed()
+    ends["import_s"] = rounded(end) or 0.0
+    engine = build_engine(EngineConfig(**order["config"]))
+    assert engine.timeline
+    for stage, seconds in engine.timeline.seconds.items():
+        end += seconds
+        ends[f"{stage}_s"] = rounded(end) or 0.0
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     ids = tuple(range(1, 1 + order["prompt"]))
     vocab = engine.model_config.vocab_size
     engine.add(Request("first", tuple(i % vocab for i in ids), params))
     while not any(event.token_ids for event in engine.step()):
         pass
-    ended("first")
+    ends["first_s"] = rounded(elapsed()) or 0.0
     while engine.has_work():
         engine.step()
     stats = engine.runner.programs.stats

@@ -3,6 +3,7 @@
 Public names load lazily, so `import octavo` costs milliseconds.
 """
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from octavo.sampling.params import SamplingParams as SamplingParams
     from octavo.serve.config import EngineConfig as EngineConfig
     from octavo.serve.types import Grammar as Grammar
+
+STARTED = time.monotonic()
+"""When octavo was first imported, for the timeline of a start."""
 
 __version__ = "0.1.0"
 

@@ -25,6 +25,7 @@ USAGE = """usage: octavo COMMAND [--flags]
   chat       talk to a model:      octavo chat, or octavo chat "one question"
   batch      answer a file of requests in the OpenAI batch format
   score      log-likelihood of a text file under the model
+  build      compile a model's programs ahead of the first start; list, verify, prune them
   convert    write a model as an Orbax or Hugging Face folder
   bench      measure: octavo bench --help
   env        versions, devices, and what is wrong with them
@@ -239,6 +240,43 @@ def _export_tokenizer(config: LoadedConfig, source: Path, target: Path) -> None:
         tokenizer.save(target)
 
 
+def build(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
+    """Compile an engine's programs into its artefact, or look after the artefacts there are."""
+    from octavo.serve import build as builder
+
+    wanted = [name for name in ("list", "verify", "prune") if values[name].value]
+    keep = values["keep"].value
+    if rest or len(wanted) > 1 or (keep is not None and wanted != ["prune"]):
+        raise ValueError("build takes one of --list, --verify, --prune; --keep goes with --prune")
+    if wanted == ["verify"]:
+        lines, well = builder.check(config.engine)
+        print("\n".join(lines))
+        return 0 if well else 1
+    if wanted == ["list"]:
+        lines = builder.show(config.engine)
+    elif wanted == ["prune"]:
+        lines = builder.remove(config.engine, keep)
+    else:
+        lines = [builder.build(config.engine)]
+    print("\n".join(lines))
+    return 0
+
+
+def _define_build(values: flags.FlagValues) -> None:
+    flags.DEFINE_bool("list", False, "show the artefacts", flag_values=values)
+    flags.DEFINE_bool("verify", False, "check them", flag_values=values)
+    flags.DEFINE_bool("prune", False, "remove useless ones", flag_values=values)
+    flags.DEFINE_integer("keep", None, "newest to keep", lower_bound=0, flag_values=values)
+
+
+BUILD_HELP = """[--list | --verify | --prune [--keep=N]] [--flags]
+
+  --list      the artefacts in artefact_dir: model, device, programs, size, age
+  --verify    digests checked, programs loaded: which are stale, foreign, corrupt, and why
+  --prune     remove those that this installation can't use
+  --keep      with --prune: remove all but the newest so many, too"""
+
+
 def env(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
     """Versions and devices; exit code 1 when something is wrong."""
     from octavo.serve.env import report
@@ -263,6 +301,7 @@ COMMANDS = {
     "chat": Command(chat, ENGINE, define_sampling, SAMPLING_HELP),
     "batch": Command(batch, ENGINE, _define_batch, BATCH_HELP, "serve"),
     "score": Command(score, ENGINE, _define_nothing, "FILE ... [--flags]"),
+    "build": Command(build, ENGINE, _define_build, BUILD_HELP),
     "convert": Command(convert, ENGINE, _define_convert, "TARGET --to=orbax|hf [--flags]", "orbax"),
     "env": Command(env, (), _define_nothing, ""),
 }

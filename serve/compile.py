@@ -113,10 +113,7 @@ class Programs:
             return None
         start = time.perf_counter()
         try:
-            parts = pickle.loads(payload)
-            program = serialize_executable.deserialize_and_load(
-                *parts, execution_devices=self._devices
-            )
+            program = read_program(payload, self._devices)
         except Exception as error:  # any failure to load means: build it anew
             self.store.refuse(key.name, f"{type(error).__name__}: {error}")
             return None
@@ -156,6 +153,15 @@ class Programs:
             raise RuntimeError(f"compile after warm-up: {key}")
         self.stats.after_seal += 1
         log.warning("compile after warm-up stalls running requests: %s", key)
+
+
+def read_program(payload: bytes, devices: Sequence[Any]) -> Any:
+    """The executable that `Programs` stored, on these devices; raises whatever is wrong with it.
+
+    Executes code: only for the bytes of a store.
+    """
+    parts = pickle.loads(payload)
+    return serialize_executable.deserialize_and_load(*parts, execution_devices=devices)
 
 
 def _nothing() -> None:

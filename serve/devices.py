@@ -2,9 +2,12 @@
 
 import hashlib
 import os
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 GPU_MEMORY_SHARE = "0.95"
 """Share of a GPU's memory that XLA's allocator may take; the rest is CUDA's own."""
@@ -39,6 +42,11 @@ def kinds() -> list[str]:
     return [device.device_kind for device in jax.devices()]
 
 
+def of(mesh: Mesh | None) -> list[jax.Device]:
+    """The devices that an engine's programs run on."""
+    return list(mesh.devices.flat) if mesh else jax.devices()[:1]
+
+
 def memory_limit() -> int:
     """Bytes of the first device that this process may use."""
     stats = jax.devices()[0].memory_stats()
@@ -60,8 +68,38 @@ def host_memory(meminfo: Path, container_limit: Path) -> int:
     return found if limit == "max" else min(found, int(limit))
 
 
-def fingerprint() -> dict[str, str]:
-    """What an executable depends on beside its program: devices, compiler versions, XLA flags."""
+JAX_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_threefry_gpu_kernel_lowering",
+    "jax_use_shardy_partitioner",
+    "jax_softmax_custom_jvp",
+    "jax_high_dynamic_range_gumbel",
+    "jax_allow_f16_reductions",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_pallas_enable_debug_checks",
+    "jax_pallas_poison_buffers",
+)
+"""jax's own settings that change what a program computes or how it is compiled."""
+
+
+def jax_settings() -> dict[str, str]:
+    """The values of JAX_SETTINGS; those that are unset, or that this jax lacks, are left out."""
+    values = {name: getattr(jax.config, name, None) for name in JAX_SETTINGS}
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def fingerprint() -> dict[str, Any]:
+    """What an executable depends on beside its program, as plain JSON values.
+
+    Devices, compiler versions, XLA flags and jax's settings.
+    """
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -69,6 +107,8 @@ def fingerprint() -> dict[str, str]:
         "platform_version": device.client.platform_version,
         "devices": str(jax.device_count()),
         "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "jax_settings": jax_settings(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "cpu": "" if on_gpu() else _cpu_features(),
     }

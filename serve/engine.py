@@ -27,6 +27,7 @@ from octavo.serve.pace import DecodePace
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler
 from octavo.serve.step_clock import StepClock
+from octavo.serve.timeline import Timeline
 from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatch, TokenEvent
 
 COMPILE_POLL_SECONDS = 0.005
@@ -45,6 +46,7 @@ class Engine:
         source: file or folder of the model.
         max_model_len: longest prompt + output in tokens.
         grammars: compiles and follows the requests' grammars.
+        timeline: how long its start took; None for one put together by hand.
 
     `decode_wait` bounds, in seconds, what multi-step decode adds to a newcomer's wait (DecodePace).
     """
@@ -71,6 +73,7 @@ class Engine:
         self.grammars = grammars or Grammars(no_tokens, self.model_config.vocab_size)
         self.generation = generation or {}
         self.source = source
+        self.timeline: Timeline | None = None
         self._overlap = overlap
         self._clock = clock
         self._seeds = np.random.default_rng(seed)

@@ -2,10 +2,13 @@
 
 import logging
 import os
+import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 import octavo.attention
 import octavo.cache
@@ -21,7 +24,7 @@ from octavo.model.params import param_bytes
 from octavo.model.sharding import make_mesh
 from octavo.sampling.pack import MAX_EOS_IDS
 from octavo.serve import devices
-from octavo.serve.artefact import ArtefactStore, default_root, source_digest
+from octavo.serve.artefact import ArtefactStore, ExposedError, root_of, source_digest
 from octavo.serve.buckets import make_buckets
 from octavo.serve.compile import ProgramKey
 from octavo.serve.config import AUTO, EngineConfig
@@ -33,6 +36,7 @@ from octavo.serve.programs import ProgramBuilder, ProgramSettings
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
 from octavo.serve.step import Graph
+from octavo.serve.timeline import Timeline
 from octavo.serve.tokenizer import load_tokenizer
 
 log = logging.getLogger("octavo.launch")
@@ -53,6 +57,9 @@ def _source() -> str:
 SOURCE = _source()
 """Read as the modules are imported: a file that changes later is not the code that runs here."""
 
+IMPORT_SECONDS = time.monotonic() - octavo.STARTED
+"""From the first import of octavo to the last one that an engine needs."""
+
 
 def build_engine(config: EngineConfig, *, serving: bool = True, strict: bool = False) -> Engine:
     """An engine that is ready for requests.
@@ -61,12 +68,23 @@ def build_engine(config: EngineConfig, *, serving: bool = True, strict: bool = F
     an error. Raises ValueError where settings and model or device don't fit, CheckpointError for a
     model that can't be loaded.
     """
+    timeline = Timeline(IMPORT_SECONDS)
     devices.configure_xla()
+    devices.kinds()
+    timeline.ended("device")
     checkpoint = load(config)
+    jax.block_until_ready(checkpoint.params)
+    timeline.ended("weights")
     engine = assemble(config, checkpoint, serving=serving, strict=strict)
+    timeline.ended("sizes")
+    programs = engine.runner.programs
     if config.warmup == "all" or (config.warmup == AUTO and serving and devices.on_gpu()):
         keys = engine.runner.builder.warmup_keys()
-        engine.runner.programs.warm(keys, workers=os.cpu_count() or 1, progress=config.progress)
+        programs.warm(keys, workers=os.cpu_count() or 1, progress=config.progress)
+    timeline.ended("programs")
+    timeline.compiled, timeline.loaded = programs.stats.compiled, programs.stats.loaded
+    engine.timeline = timeline
+    log.info("%s", timeline)
     return engine
 
 
@@ -217,14 +235,18 @@ def _settings(config: EngineConfig, limits: Limits, *, gpu: bool) -> ProgramSett
     )
 
 
+def environment() -> dict[str, Any]:
+    """What every program of this installation on this machine depends on, as plain JSON values."""
+    return {**devices.fingerprint(), "source": SOURCE}
+
+
 def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> ArtefactStore | None:
     """Where this engine's executables live; None when artefact_dir is empty or can't be made."""
-    if not config.artefact_dir:
+    root = root_of(config.artefact_dir)
+    if root is None:
         return None
-    root = default_root() if config.artefact_dir == AUTO else Path(config.artefact_dir)
-    manifest = {
-        **devices.fingerprint(),
-        "source": SOURCE,
+    depends_on = {
+        **environment(),
         "model": repr(graph.config),
         "attention": graph.attention,
         "mesh": config.mesh,
@@ -232,7 +254,7 @@ def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> Artefac
         **sizes,
     }
     try:
-        return ArtefactStore(root, manifest)
-    except OSError as error:
+        return ArtefactStore(root, depends_on, model=Path(config.model).name)
+    except (OSError, ExposedError) as error:
         log.warning("compiled programs are not kept, each start compiles anew: %s", error)
         return None

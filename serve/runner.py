@@ -17,7 +17,7 @@ from octavo.model.params import param_bytes
 from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
 from octavo.sampling.state import RowState, init_row_state
 from octavo.serve import batch as packing
-from octavo.serve import step
+from octavo.serve import devices, step
 from octavo.serve.artefact import ArtefactStore
 from octavo.serve.buckets import Bucket
 from octavo.serve.compile import ProgramKey, Programs
@@ -48,8 +48,9 @@ class Runner:
     ) -> None:
         self.graph, self.params, self.layout, self.settings = graph, params, layout, settings
         self.builder = ProgramBuilder(graph, layout, settings)
-        devices = list(graph.mesh.devices.flat) if graph.mesh else jax.devices()[:1]
-        self.programs = Programs(self.builder.build, store, devices=devices, strict=strict)
+        self.programs = Programs(
+            self.builder.build, store, devices=devices.of(graph.mesh), strict=strict
+        )
         self.padding: dict[str, tuple[int, int]] = {}
         self.cache: KVCache | None = None
         self.last_tokens: jax.Array | None = None

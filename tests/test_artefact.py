@@ -1,8 +1,11 @@
 """Compiled programs on disk: loaded instead of compiled, never trusted when damaged or exposed."""
 
 import errno
+import json
 import logging
 import pickle
+import shutil
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from tiny import ARTEFACTS, run, tiny_config, tiny_engine, tiny_params
 from octavo.model.checkpoint.source import Checkpoint
 from octavo.sampling.params import SamplingParams
 from octavo.serve import artefact
-from octavo.serve.artefact import ArtefactStore, source_digest
+from octavo.serve.artefact import ArtefactStore, ExposedError, source_digest
 from octavo.serve.compile import Lowerable, ProgramKey, Programs
 from octavo.serve.config import EngineConfig
 from octavo.serve.launch import assemble
@@ -69,6 +72,77 @@ def test_a_folder_that_others_may_write_is_refused(store, tmp_path, mode):
     store.folder.chmod(mode)
     with pytest.raises(ValueError, match="writable by no other"):
         ArtefactStore(tmp_path, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("mode", "own_group", "refused"),
+    [
+        (0o777, True, True),
+        (0o1777, False, False),
+        (0o770, False, True),
+        (0o770, True, False),
+        (0o755, False, False),
+    ],
+)
+def test_a_parent_in_which_others_may_replace_it_is_refused(
+    tmp_path, monkeypatch, mode, own_group, refused
+):
+    monkeypatch.setattr(artefact, "_own_group", lambda group: own_group)
+    (tmp_path / "root" / "below").mkdir(parents=True)
+    (tmp_path / "root").chmod(mode)
+    with pytest.raises(ExposedError, match="root") if refused else nullcontext():
+        ArtefactStore(tmp_path / "root" / "below", {"a": 1})
+
+
+def test_missing_parents_are_made_for_the_owner_alone(tmp_path):
+    ArtefactStore(tmp_path / "x" / "y", {"a": 1})
+    assert [(tmp_path / p).stat().st_mode & 0o777 for p in ("x", "x/y")] == [0o700] * 2
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused(store, tmp_path):
+    other = ArtefactStore(tmp_path / "other", {"a": 1})
+    shutil.rmtree(store.folder)
+    store.folder.symlink_to(other.folder)
+    with pytest.raises(ExposedError):
+        ArtefactStore(tmp_path, {"a": 1})
+
+
+def test_an_exposed_place_costs_the_store_only(tmp_path, caplog):
+    tmp_path.chmod(0o777)
+    assert engine(tmp_path / "below").runner.programs.store is None
+    assert "could replace" in caplog.text
+
+
+def test_the_manifest_says_what_the_programs_depend_on(store):
+    manifest = json.loads((store.folder / "manifest.json").read_text())
+    assert manifest["depends_on"] == {"a": 1}
+    assert manifest["about"].keys() == {"model", "made"}
+
+
+def test_the_field_that_differs_is_named(store, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        ArtefactStore(tmp_path, {"a": 2})
+    assert f"{store.folder.name} is not for this engine: a is 1, here 2" in caplog.text
+
+
+def test_a_changed_manifest_is_refused_with_its_programs(store, tmp_path, caplog):
+    store.save("x", b"payload")
+    path = store.folder / "manifest.json"
+    path.write_text(path.read_text().replace('"a": 1', '"a": 7'))
+    with caplog.at_level(logging.WARNING):
+        again = ArtefactStore(tmp_path, {"a": 1})
+    assert "a is 7, here 1" in caplog.text
+    assert again.load("x") is None
+    assert '"a": 1' in path.read_text()
+
+
+def test_a_file_of_another_artefact_is_refused(store, tmp_path):
+    other = ArtefactStore(tmp_path, {"a": 2})
+    other.save("x", b"theirs")
+    for name in ("x", "y"):  # another folder's, and another program's
+        file_of(store, name).write_bytes(file_of(other, "x").read_bytes())
+        assert store.load(name) is None
+        assert "another artefact's" in store.refused[name]
 
 
 DAMAGE = {
@@ -176,6 +250,13 @@ def test_other_sizes_are_another_folder(tmp_path):
     assert len(folders) == 4
     assert engine(tmp_path, seed=5).runner.programs.store.folder in folders
     assert engine("").runner.programs.store is None
+
+
+def test_a_setting_of_jax_that_changes_programs_is_another_folder(tmp_path):
+    plain = engine(tmp_path).runner.programs.store.folder
+    with jax.default_matmul_precision("highest"):
+        assert engine(tmp_path).runner.programs.store.folder != plain
+    assert engine(tmp_path).runner.programs.store.folder == plain
 
 
 def test_a_place_that_cannot_be_made_costs_the_store_only(tmp_path, caplog):
