@@ -52,6 +52,9 @@ class EngineConfig:
     decode_wait_ms: int | str = setting(
         AUTO, "what multi-step decode may add to a newcomer's wait; auto: 4 in a server, no limit"
     )
+    max_step_ms: float = setting(
+        0.0, "longest gap between a running request's tokens while prompts arrive; 0: no limit"
+    )
     overlap: bool = setting(True, "dispatch step n+1 before step n's tokens are read")
     prefix_caching: bool = setting(True, "share KV pages between equal prompt prefixes")
     ageing_seconds: float = setting(
@@ -87,6 +90,7 @@ class EngineConfig:
         _auto_or_int(self, "max_batch_tokens", 1, 1 << 20)
         _in_range(self, "max_decode_steps", 1, 64)
         _auto_or_int(self, "decode_wait_ms", 0, 60_000)
+        _in_range(self, "max_step_ms", 0, 60_000)
         _in_range(self, "max_waiting", 1, 1 << 20)
         _in_range(self, "max_waiting_tokens", 0, 1 << 40)
         _in_range(self, "max_estimated_wait", 0, 86400)

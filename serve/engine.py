@@ -26,6 +26,7 @@ from octavo.serve.inflight import Forwarded, InFlight
 from octavo.serve.pace import DecodePace
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler
+from octavo.serve.step_budget import StepBudget
 from octavo.serve.step_clock import StepClock
 from octavo.serve.timeline import Timeline
 from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatch, TokenEvent
@@ -49,6 +50,7 @@ class Engine:
         timeline: how long its start took; None for one put together by hand.
 
     `decode_wait` bounds, in seconds, what multi-step decode adds to a newcomer's wait (DecodePace).
+    `budget` is the one that the scheduler asks for prefill tokens; the engine lets it learn.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         source: Path = Path(),
         overlap: bool = True,
         decode_wait: float | None = None,
+        budget: StepBudget | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +82,9 @@ class Engine:
         self._seeds = np.random.default_rng(seed)
         self._in_flight: InFlight | None = None
         self._steps = StepClock()
-        self._pace = DecodePace(decode_wait, scheduler.config.max_decode_steps)
+        self._budget = budget
+        gap = budget.limit if budget else None
+        self._pace = DecodePace(decode_wait, scheduler.config.max_decode_steps, gap)
 
     def add(self, request: Request) -> None:
         """Queue a request. Resolves max_tokens, draws the seed, fills in end-of-sequence ids.
@@ -166,6 +171,8 @@ class Engine:
         seconds = self._steps.answered(ready.batch, now)
         if ready.batch.is_decode:
             self._pace.note(seconds, ready.batch.num_steps)
+        elif self._budget:
+            self._budget.note(ready.batch.num_tokens, seconds)
         self.grammars.advance(ready.batch, results)
         events = self.scheduler.commit(ready.batch, results, now)
         for event in events:

@@ -36,6 +36,7 @@ from octavo.serve.programs import ProgramBuilder, ProgramSettings
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
 from octavo.serve.step import Graph
+from octavo.serve.step_budget import StepBudget
 from octavo.serve.timeline import Timeline
 from octavo.serve.tokenizer import load_tokenizer
 
@@ -125,23 +126,10 @@ def assemble(
     store = _store(config, graph, {"limits": asdict(limits), "settings": repr(settings)})
     _require_attention(ProgramBuilder(graph, layout, settings))
     runner = Runner(graph, checkpoint.params, layout, settings, store, strict=strict)
+    budget = _step_budget(config, settings)
     scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=limits.max_num_seqs,
-            max_batch_tokens=limits.max_batch_tokens,
-            num_pages=limits.num_pages,
-            page_size=page_size,
-            max_model_len=limits.max_model_len,
-            max_decode_steps=config.max_decode_steps,
-            overlap=config.overlap,
-            prefix_caching=config.prefix_caching,
-            ageing_seconds=config.ageing_seconds,
-            max_waiting=config.max_waiting,
-            max_waiting_tokens=config.max_waiting_tokens,
-            max_estimated_wait=config.max_estimated_wait,
-            multi_step_when_waiting=not serving,
-            cache_dtype=layout.dtype,
-        )
+        _scheduler_config(config, limits, layout.dtype, serving=serving),
+        budget.prefill_tokens if budget else None,
     )
     log.info("%s: %s, %d KV pages of %d", config.model, limits, limits.num_pages, page_size)
     return Engine(
@@ -154,7 +142,29 @@ def assemble(
         source=checkpoint.path,
         overlap=config.overlap,
         decode_wait=_decode_wait(config, serving=serving),
+        budget=budget,
         seed=config.seed,
+    )
+
+
+def _scheduler_config(
+    config: EngineConfig, limits: Limits, cache_dtype: str, *, serving: bool
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=limits.max_num_seqs,
+        max_batch_tokens=limits.max_batch_tokens,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_model_len=limits.max_model_len,
+        max_decode_steps=config.max_decode_steps,
+        overlap=config.overlap,
+        prefix_caching=config.prefix_caching,
+        ageing_seconds=config.ageing_seconds,
+        max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        max_estimated_wait=config.max_estimated_wait,
+        multi_step_when_waiting=not serving,
+        cache_dtype=cache_dtype,
     )
 
 
@@ -180,6 +190,13 @@ def _decode_wait(config: EngineConfig, *, serving: bool) -> float | None:
     if config.decode_wait_ms == AUTO:
         return SERVING_DECODE_WAIT if serving else None
     return int(config.decode_wait_ms) / 1e3
+
+
+def _step_budget(config: EngineConfig, settings: ProgramSettings) -> StepBudget | None:
+    """What keeps mixed steps within max_step_ms; None without that limit."""
+    if not config.max_step_ms:
+        return None
+    return StepBudget(config.max_step_ms / 1e3, settings.buckets.mixed_tokens)
 
 
 def _require_attention(builder: ProgramBuilder) -> None:

@@ -31,6 +31,7 @@ OTHER = {
     "max_batch_tokens": 64,
     "max_decode_steps": 2,
     "decode_wait_ms": 12,
+    "max_step_ms": 7.5,
     "overlap": False,
     "prefix_caching": False,
     "ageing_seconds": 1.5,
