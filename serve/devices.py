@@ -42,7 +42,7 @@ def kinds() -> list[str]:
     return [device.device_kind for device in jax.devices()]
 
 
-def of(mesh: Mesh | None) -> list[jax.Device]:
+def of(mesh: Mesh | None) -> list[Any]:
     """The devices that an engine's programs run on."""
     return list(mesh.devices.flat) if mesh else jax.devices()[:1]
 

@@ -103,6 +103,7 @@ def _is_artefact(path: Path) -> bool:
 
 def _read(folder: Path) -> Artefact:
     """An artefact as it lies there, whoever wrote it."""
+    files: list[tuple[Path, os.stat_result]] = []
     try:
         files = [(path, path.stat()) for path in folder.iterdir()]
         check_private(folder)
