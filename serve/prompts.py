@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -212,6 +212,11 @@ class PromptEncoder:
             return Prompt(tuple(ids))
         text = await self._in_thread("messages", tokenizer.render_chat, history, **options)
         return await self.text(text, True)
+
+    async def decoded(self, read: Callable[[], Sequence[int]]) -> str:
+        """Text of the ids that `read` returns, special tokens spelled out; `read` may be slow."""
+        decode = self.need_tokenizer("tokens").decode
+        return await self._in_thread("tokens", lambda: decode(read(), skip_special_tokens=False))
 
     async def _one(self, item: str | list[int], add_special_tokens: bool, name: str) -> Prompt:
         if isinstance(item, str):

@@ -84,12 +84,16 @@ async def detokenize(request: Request) -> Response:
     context = context_of(request)
     ready = context.require_ready()
     raw = await read_body(request, context.config)
+    return _json({"prompt": await context.encoder.decoded(lambda: _ids(raw, context, ready))})
+
+
+def _ids(raw: bytes, context: ServerContext, ready: Ready) -> list[int]:
+    """The ids in a body that asks for their text; millions take a while. ApiError 400 or 404."""
     body = parse_body(DetokenizeBody, raw, any_extra=True)
     context.check_model(body.model)
-    tokenizer = context.encoder.need_tokenizer("tokens")
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
         raise invalid(f"tokens: token ids are 0 .. {ready.vocab_size - 1}", "tokens")
-    return _json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return body.tokens
 
 
 @router.get("/health", response_model=None)

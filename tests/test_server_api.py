@@ -6,6 +6,8 @@ The mock engine repeats the prompt, so "abc" is continued by "abcabc...".
 import asyncio
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -493,6 +495,24 @@ def test_tokenize_and_detokenize(srv):
     assert srv.post("/tokenize", {})[0] == 400
     assert srv.post("/detokenize", {"tokens": [300]})[0] == 400
     assert srv.post("/detokenize", {"tokens": "x"})[0] == 400
+
+
+def test_a_long_detokenize_holds_up_nobody(srv):
+    """The mock decodes in Python: what ran on the event loop would be most of the time."""
+    pairs = (16 << 20) // len("97,98,") - 10
+    body = b'{"tokens":[' + b"97,98," * pairs + b"99]}"
+    with ThreadPoolExecutor(1) as pool:
+        start = time.monotonic()
+        answer = pool.submit(srv.post, "/detokenize", body)
+        slowest = count = 0
+        while not answer.done():
+            asked = time.monotonic()
+            assert srv.get("/health/live")[0] == 200
+            slowest, count = max(slowest, time.monotonic() - asked), count + 1
+        whole = time.monotonic() - start
+    assert srv.good(answer.result())["prompt"] == "ab" * pairs + "c"
+    assert count > 10
+    assert slowest < whole / 2
 
 
 def test_health_and_version(srv):
