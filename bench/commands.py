@@ -1,6 +1,6 @@
 """`octavo bench WHAT --flags`: every benchmark is a command here."""
 
-from octavo.bench import engine, kernel, plots, serve, stages, startup
+from octavo.bench import engine, kernel, plots, serve, server_bench, stages, startup
 from octavo.serve.cli import Command
 from octavo.serve.config import EngineConfig
 
@@ -11,6 +11,7 @@ USAGE = """usage: octavo bench WHAT [--flags]
   prefill     time to the first token by prompt length
   throughput  tokens a second over a mix of requests, offline
   serve       latency and throughput of any OpenAI server, from outside
+  load        what the server costs when the engine costs nothing
   startup     process start to first token, cold and warm
   context     one very long prompt: prefill, decode, memory
   all         every recorded figure in resumable stages
@@ -27,6 +28,7 @@ COMMANDS = {
     "prefill": Command(engine.command("prefill"), ENGINE, engine.define, engine.HELP),
     "throughput": Command(engine.command("throughput"), ENGINE, engine.define, engine.HELP),
     "serve": Command(serve.run, (), serve.define, serve.HELP),
+    "load": Command(server_bench.run, (), server_bench.define, server_bench.HELP),
     "startup": Command(startup.run, ENGINE, startup.define, startup.HELP),
     "context": Command(engine.run_context, ENGINE, engine.define, engine.HELP),
     "all": Command(stages.run, (), stages.define, stages.HELP),
