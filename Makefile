@@ -9,11 +9,12 @@ MODEL ?= smollm2
 .PHONY: demo serve test lint test-slow test-gemma test-gpu bench-cpu clean
 
 demo: .venv/demo
+	@echo 'The first run compiles the model, about a minute on two cores; later ones load what it made.'
 	$(BIN)/octavo chat --model=$(MODEL) --max_tokens=64 --temperature=0 --max_num_seqs=1 \
 		"Why is the sky blue? Answer in two sentences."
 
 serve: .venv/demo
-	@echo 'Once it is up, try:'
+	@echo 'Once it is up, try (the first answers wait a minute or so for programs to compile):'
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
 	$(BIN)/octavo serve --model=$(MODEL) --served_model_name=$(MODEL)

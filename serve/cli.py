@@ -116,7 +116,12 @@ def define_sampling(values: flags.FlagValues) -> None:
 
 SAMPLING_HELP = """[TEXT ...] [--flags]
 
-  --max_tokens --temperature --top_p --top_k --n --sampling_seed --system (chat)"""
+  --max_tokens           tokens to generate; default: 64 in generate, what the context holds in chat
+  --temperature          0 is greedy; default: what the model says, else 1
+  --top_p, --top_k       draw from the likeliest tokens only
+  --n                    samples of each prompt; 1 in chat
+  --sampling_seed        seed of the draws
+  --system               system message, in chat"""
 
 
 def sampling_fields(values: flags.FlagValues) -> dict[str, Any]:

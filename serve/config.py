@@ -50,7 +50,7 @@ class EngineConfig:
     )
     max_decode_steps: int = setting(8, "decode steps in one dispatch at most, 1 .. 64")
     decode_wait_ms: int | str = setting(
-        AUTO, "what multi-step decode may add to a newcomer's wait; auto: 4 in a server, no limit"
+        AUTO, "ms a newcomer may wait for multi-step decode; auto: 4 in a server, else no limit"
     )
     max_step_ms: float = setting(
         0.0, "longest gap between a running request's tokens while prompts arrive; 0: no limit"

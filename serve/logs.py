@@ -59,6 +59,9 @@ def configure(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    if root.level >= logging.INFO:  # at info jax tells of every kind of device that isn't there
+        devices = logging.getLogger("jax._src.xla_bridge")
+        devices.setLevel(max(root.level, logging.WARNING))
 
 
 def write_line(fd: int, text: str) -> bool:
