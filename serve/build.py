@@ -45,7 +45,7 @@ def show(config: EngineConfig) -> list[str]:
     """Lines of `octavo build --list`."""
     root = _root(config)
     found = artefacts(root)
-    return table(found, time.time()) if found else [f"no artefacts in {root}"]
+    return table(found, int(time.time())) if found else [f"no artefacts in {root}"]
 
 
 def check(config: EngineConfig) -> tuple[list[str], bool]:
