@@ -213,6 +213,8 @@ def common_fields(hf: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     heads, hidden = require(hf, "num_attention_heads"), require(hf, "hidden_size")
     eos = hf.get("eos_token_id")
     head_dim = hf.get("head_dim") or hidden // heads
+    if head_dim < 1:
+        raise ConfigError(f"hidden_size {hidden} is too small for {heads} attention heads")
     tie = hf.get("tie_word_embeddings")
     return {
         "architecture": hf["architectures"][0],
@@ -224,7 +226,7 @@ def common_fields(hf: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": require(hf, "max_position_embeddings"),
         "attention_scale": head_dim**-0.5,
-        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "norm_eps": hf.get("rms_norm_eps") or 1e-6,
         "tie_embeddings": tied if tie is None else tie,
         "bos_id": hf.get("bos_token_id"),
         "eos_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),

@@ -11,6 +11,7 @@ from octavo.attention.contract import AttentionMeta
 from octavo.cache.layout import KVCache
 from octavo.model import decoder, decoder_names, gemma, llama, qwen
 from octavo.model.config import ConfigError, ModelConfig
+from octavo.model.config_fields import check_fields
 from octavo.model.names import Path, Piece
 
 
@@ -68,6 +69,7 @@ def family_of(config: ModelConfig) -> Family:
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config.json; an architecture that is not in the table is refused by name."""
+    check_fields(hf)
     architectures = hf.get("architectures") or []
     if len(architectures) != 1 or architectures[0] not in FAMILIES:
         found = ", ".join(architectures) or f"none (model_type {hf.get('model_type')!r})"

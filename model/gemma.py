@@ -31,7 +31,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError("use_bidirectional_attention is not supported")
     bias = bool(hf.get("attention_bias"))
     fields = common_fields(hf, tied=True)
-    fields["attention_scale"] = hf["query_pre_attn_scalar"] ** -0.5
+    fields["attention_scale"] = require(hf, "query_pre_attn_scalar") ** -0.5
     return ModelConfig(
         **fields,
         layers=_layers(hf),

@@ -41,5 +41,6 @@ def _windows(hf: Mapping[str, Any]) -> list[int | None]:
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     if types := hf.get("layer_types"):
         return windows_from_types(types, window, count)
-    first = hf.get("max_window_layers", 28)
+    first = hf.get("max_window_layers")
+    first = 28 if first is None else first
     return [window if index >= first else None for index in range(count)]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from octavo.model.config import ROPE_KINDS, ConfigError, RopeConfig
+from octavo.model.config import ROPE_KINDS, ConfigError, RopeConfig, require
 
 
 def rope_from_hf(
@@ -25,12 +25,12 @@ def rope_from_hf(
     """
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     fields = dict(fields.get(layer_type) or fields)
-    base = fields.get("rope_theta", hf.get("rope_theta") or theta)
+    base = fields.get("rope_theta") or hf.get("rope_theta") or theta
     partial = fields.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ConfigError(f"rope type {kind!r} is not one of {', '.join(ROPE_KINDS)}")
-    max_len = hf["max_position_embeddings"]
+    max_len = require(hf, "max_position_embeddings")
     if kind == "default":
         return RopeConfig(theta=base, partial=partial)
     original = fields.get("original_max_position_embeddings")

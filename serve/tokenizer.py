@@ -13,7 +13,7 @@ from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from octavo.model.checkpoint.companions import GGUF_VOCABULARY
-from octavo.model.checkpoint.generation import gguf_eos_ids
+from octavo.model.checkpoint.generation import added_tokens, gguf_eos_ids, token_text
 from octavo.model.checkpoint.gguf import find_gguf
 from octavo.model.checkpoint.gguf_file import GgufFile
 from octavo.serve.chat_messages import CUT_MARK, prepare_messages
@@ -222,7 +222,7 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         return None
     try:
         backend = build_tokenizer(metadata)
-    except ValueError as error:
+    except Exception as error:  # tokenizers raises plain Exception
         raise TokenizerError(f"{path}: {error}") from error
     ids = {
         name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in _GGUF_NAMES.items()
@@ -259,7 +259,8 @@ def _from_folder(folder: Path) -> Tokenizer:
         raise TokenizerError(f"{file}: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
     names = _read_json(folder / "special_tokens_map.json") | config
-    named = {name: text for name in _NAMED if (text := _token_text(names.get(name))) is not None}
+    texts = {name: token_text(names.get(name), name, folder) for name in _NAMED}
+    named = {name: text for name, text in texts.items() if text is not None}
     _add_missing(backend, config, _read_json(folder / "added_tokens.json"), folder)
     known = [text for text in named.values() if backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
@@ -280,23 +281,22 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} does not hold a JSON object")
     return content
 
 
-def _token_text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, Mapping) else token
-
-
 def _add_missing(
-    backend: Backend, config: Mapping[str, Any], added: Mapping[str, int], folder: Path
+    backend: Backend, config: dict[str, Any], added: Mapping[str, Any], folder: Path
 ) -> None:
     """Adds tokens that only tokenizer_config.json or added_tokens.json list."""
-    wanted = {int(id_): {"content": text} for text, id_ in added.items()}
-    wanted |= {int(id_): entry for id_, entry in config.get("added_tokens_decoder", {}).items()}
+    for text, id_ in added.items():
+        if isinstance(id_, bool) or not isinstance(id_, int):
+            raise TokenizerError(f"{folder / 'added_tokens.json'}: {text!r} has id {id_!r:.80}")
+    wanted: dict[int, dict[str, Any]] = {id_: {"content": text} for text, id_ in added.items()}
+    wanted |= added_tokens(config, folder / "tokenizer_config.json")
     present = backend.get_added_tokens_decoder()
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
     for id_ in sorted(wanted.keys() - present.keys()):
@@ -340,8 +340,17 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         if isinstance(value, str):
             templates["default"] = value
         elif isinstance(value, list):
-            templates |= {entry["name"]: entry["template"] for entry in value}
+            templates |= dict(_named_template(entry, folder) for entry in value)
     files = {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     return templates | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+
+
+def _named_template(entry: Any, folder: Path) -> tuple[str, str]:
+    name, text = (
+        (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+    )
+    if not isinstance(name, str) or not isinstance(text, str):
+        raise TokenizerError(f"{folder}: chat_template has {entry!r:.80}, not name and template")
+    return name, text

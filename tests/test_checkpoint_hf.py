@@ -184,6 +184,7 @@ def test_truncated_file(folder, tensors):
         {"dtype": "F32", "shape": [4], "data_offsets": [8, 0]},
         {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
         {"dtype": "F32", "shape": [4]},
+        {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 16]},
         [1],
     ],
 )
@@ -194,9 +195,24 @@ def test_inconsistent_header(folder, entry):
     refused(folder, "model.safetensors", "tensor weird")
 
 
-def test_header_that_is_no_json(folder):
-    (folder / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{{{{")
+@pytest.mark.parametrize("header", [b"{{{{", b"[" * 100_000])
+def test_header_that_is_no_json(folder, header):
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     refused(folder, "model.safetensors", "not JSON")
+
+
+@pytest.mark.parametrize("header", [b"[]", b"null", b"5"])
+def test_header_that_is_no_object(folder, header):
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(folder, "model.safetensors", "not an object")
+
+
+def test_tensors_that_share_bytes(folder):
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    header = json.dumps({"a": entry, "b": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(16)
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "model.safetensors", "tensors a and b share bytes")
 
 
 def test_pickles(folder):
@@ -233,7 +249,7 @@ def test_broken_config(folder, tensors):
     (folder / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
     with pytest.raises(ConfigError, match=f"{folder}.*OtherForCausalLM"):
         load_checkpoint(folder)
-    for text in ("[]", "{", "\udcff"):
+    for text in ("[]", "{", "\udcff", "[" * 100_000, '{"a": ' + "1" * 5000 + "}"):
         (folder / "config.json").write_text(text, errors="surrogateescape")
         refused(folder, "config.json")
     (folder / "config.json").unlink()

@@ -1,18 +1,22 @@
 """What ends a text and which sampling values are a model's own, from each kind of checkpoint."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from family_data import FOLDER, config_of
 from gguf_files import LLAMA, llama_tensors, write_gguf
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from octavo.model.checkpoint.generation import stop_and_defaults
 from octavo.model.checkpoint.gguf import open_gguf
 from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.source import CheckpointError
 from octavo.sampling.params import SamplingParams
+from octavo.serve.tokenizer import load_tokenizer
 
 CONFIG = replace(config_of("llama_tied"), eos_ids=(5,))
 
@@ -90,8 +94,28 @@ def test_bad_values_name_the_file(tmp_path, generation, message):
         stop_and_defaults(folder(tmp_path, generation_config=generation), CONFIG)
 
 
-def test_bad_json_names_the_file(tmp_path):
-    (tmp_path / "generation_config.json").write_text("{")
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"eos_token": True},
+        {"eos_token": [1]},
+        {"eos_token": "</s>", "added_tokens_decoder": True},
+        {"eos_token": "</s>", "added_tokens_decoder": {"1": None}},
+        {"eos_token": "</s>", "added_tokens_decoder": {"x": {"content": "</s>"}}},
+    ],
+)
+def test_bad_tokens_are_refused_by_loader_and_tokenizer(tmp_path, described):
+    where = folder(tmp_path, tokenizer_config=described)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        stop_and_defaults(where, CONFIG)
+    Backend(models.BPE({"a": 0}, [])).save(str(where / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        load_tokenizer(where)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
+def test_bad_json_names_the_file(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not readable JSON"):
         stop_and_defaults(tmp_path, CONFIG)
 

@@ -295,6 +295,16 @@ def test_templates_of_a_folder(tmp_path):
     assert tokenizer.render_chat(chat, template="rag") == "R"
 
 
+@pytest.mark.parametrize("entry", [1, {"name": "default"}, {"name": "default", "template": 5}])
+def test_bad_templates_and_added_tokens_are_refused(tmp_path, entry):
+    folder = _folder(tmp_path, tokenizer_config={"chat_template": [entry]})
+    with pytest.raises(TokenizerError, match=f"{tmp_path}.*chat_template has"):
+        load_tokenizer(folder)
+    folder = _folder(tmp_path, added_tokens={"<x>": None}, tokenizer_config={})
+    with pytest.raises(TokenizerError, match=r"added_tokens\.json: '<x>' has id None"):
+        load_tokenizer(folder)
+
+
 def test_folders_without_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")

@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -106,17 +106,40 @@ def _tokenizer_eos(folder: Path) -> set[int]:
     """The id of tokenizer_config.json's eos_token, found without building the tokenizer."""
     described = _read(folder / "tokenizer_config.json")
     token = described.get("eos_token") or _read(folder / "special_tokens_map.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
+    text = token_text(token, "eos_token", folder)
     if text is None:
         return set()
-    for key, entry in (described.get("added_tokens_decoder") or {}).items():
-        if entry.get("content") == text:
-            return {int(key)}
-    backend = _read(folder / "tokenizer.json")
-    added = {entry["content"]: entry["id"] for entry in backend.get("added_tokens") or ()}
-    vocab = (backend.get("model") or {}).get("vocab")
-    id_ = added.get(text, vocab.get(text) if isinstance(vocab, dict) else None)
-    return set() if id_ is None else {id_}
+    for id_, entry in added_tokens(described, folder / "tokenizer_config.json").items():
+        if entry["content"] == text:
+            return {id_}
+    file = folder / "tokenizer.json"
+    backend = _read(file)
+    try:
+        added = {entry["content"]: entry["id"] for entry in backend.get("added_tokens") or ()}
+        vocab = (backend.get("model") or {}).get("vocab")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is no tokenizer: {error!r}") from error
+    return _ids(added.get(text, vocab.get(text) if isinstance(vocab, dict) else None), file)
+
+
+def token_text(token: Any, name: str, folder: Path) -> str | None:
+    """The text of a special token, given as text or as an object; CheckpointError otherwise."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise CheckpointError(f"{folder}: the tokenizer's {name} is {token!r:.80}, not a token")
+    return text
+
+
+def added_tokens(described: dict[str, Any], path: Path) -> dict[int, dict[str, Any]]:
+    """tokenizer_config.json's added_tokens_decoder by id; CheckpointError naming a bad entry."""
+    entries = described.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: added_tokens_decoder is {entries!r:.80}, not an object")
+    for key, entry in entries.items():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and isinstance(content, str)):
+            raise CheckpointError(f"{path}: added_tokens_decoder has {key!r}: {entry!r:.80}")
+    return {int(key): entry for key, entry in entries.items()}
 
 
 def _defaults(generation: dict[str, Any], path: Path) -> dict[str, Any]:

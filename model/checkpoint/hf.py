@@ -6,6 +6,7 @@ package so that tensors are views of the file (also bfloat16) and a damaged one 
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")
@@ -58,8 +59,10 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise CheckpointError(f"{path} is truncated or no safetensors file: bad header length")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: header is a {type(header).__name__}, not an object")
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, fields, 8 + length) for name, fields in header.items()}
     for name, entry in entries.items():
@@ -67,16 +70,24 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise CheckpointError(
                 f"{path} is truncated: tensor {name} ends at byte {entry.end} of {size}"
             )
+    _refuse_overlaps(path, entries)
     if (end := max((entry.end for entry in entries.values()), default=8 + length)) != size:
         raise CheckpointError(f"{path}: {size - end} bytes after the last tensor")
     return entries
+
+
+def _refuse_overlaps(path: Path, entries: dict[str, Entry]) -> None:
+    ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].end))
+    for (name, entry), (following, after) in pairwise(ordered):
+        if after.start < entry.end:
+            raise CheckpointError(f"{path}: tensors {name} and {following} share bytes")
 
 
 def _entry(path: Path, name: str, fields: Any, base: int) -> Entry:
     try:
         dtype, shape = str(fields["dtype"]), tuple(int(size) for size in fields["shape"])
         start, end = (base + int(offset) for offset in fields["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: bad header entry of tensor {name}: {error!r}") from error
     if min(shape, default=0) < 0 or not base <= start <= end:
         raise CheckpointError(f"{path}: bad header entry of tensor {name}: negative size")
