@@ -6,7 +6,6 @@ The mock engine repeats the prompt, so "abc" is continued by "abcabc...".
 import asyncio
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -498,21 +497,17 @@ def test_tokenize_and_detokenize(srv):
 
 
 def test_a_long_detokenize_holds_up_nobody(srv):
-    """The mock decodes in Python: what ran on the event loop would be most of the time."""
+    """The mock decodes in Python for a second or more; on the event loop nothing else would run."""
     pairs = (16 << 20) // len("97,98,") - 10
     body = b'{"tokens":[' + b"97,98," * pairs + b"99]}"
     with ThreadPoolExecutor(1) as pool:
-        start = time.monotonic()
         answer = pool.submit(srv.post, "/detokenize", body)
-        slowest = count = 0
+        count = 0
         while not answer.done():
-            asked = time.monotonic()
             assert srv.get("/health/live")[0] == 200
-            slowest, count = max(slowest, time.monotonic() - asked), count + 1
-        whole = time.monotonic() - start
+            count += 1
     assert srv.good(answer.result())["prompt"] == "ab" * pairs + "c"
     assert count > 10
-    assert slowest < whole / 2
 
 
 def test_health_and_version(srv):
