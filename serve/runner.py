@@ -90,7 +90,7 @@ class Runner:
         flags = self._flags(batch)
         if batch.num_steps > 1 or self._fuses(batch, flags):
             return self._dispatch_decode(batch, flags)
-        return self.sample(self.forward(batch))
+        return self.sample(self._forward(batch, flags))
 
     def _fuses(self, batch: ScheduledBatch, flags: SamplingFlags) -> bool:
         """Whether the decode loop serves a single step too: one dispatch instead of two."""
@@ -113,7 +113,9 @@ class Runner:
 
     def forward(self, batch: ScheduledBatch, *, grammar: bool = False) -> Forwarded:
         """Queue a one-step batch up to its logits; `grammar` if `sample` will bring a mask."""
-        flags = self._flags(batch, grammar=grammar)
+        return self._forward(batch, self._flags(batch, grammar=grammar))
+
+    def _forward(self, batch: ScheduledBatch, flags: SamplingFlags) -> Forwarded:
         if flags.needs_state:
             self._reset_rows(batch)
         bucket = self._bucket(batch)
