@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
 from octavo.serve.metrics import Recorder, ServerCollector
 from octavo.serve.prompts import PromptEncoder, Tokenizer
+from octavo.serve.responses import Identity
 from octavo.serve.timing import Visit
 from octavo.serve.tracing import Tracing, tracing_to
 from octavo.serve.wire import Ready
@@ -109,6 +111,11 @@ class ServerContext:
             raise errors.unavailable("the server is shutting down")
         assert client.ready is not None
         return client.ready
+
+    def identity(self, prefix: str) -> Identity:
+        """What a new answer says of itself; its id begins with `prefix`."""
+        name = f"{prefix}{uuid.uuid4().hex}"
+        return Identity(name, int(time.time()), self.names[0], self.fingerprint)
 
     def respond(self, error: ApiError) -> Response:
         """The answer to a request that failed, counted."""

@@ -190,6 +190,10 @@ class Generation:
     def _closing(self) -> bytes:
         return (self._usage_event() if self._wanted.usage else b"") + responses.SSE_DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        """What ends a stream that `error` cuts short."""
+        return responses.sse({"error": error.fields()}) + responses.SSE_DONE
+
     def _advance(self, event: TokenEvent) -> list[tuple[Choice, Delta]]:
         """Deltas of one event, with timings recorded and the engine told of stop strings."""
         choice = self._running.get(event.request_id)

@@ -11,14 +11,24 @@ from octavo.serve.answer_parser import (
     ContentDelta,
     ReasoningDelta,
 )
+from octavo.serve.errors import ApiError
+from octavo.serve.responses import event
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.types import FINISH_LENGTH, TokenEvent
 
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
-def event(kind: str, fields: dict[str, Any]) -> bytes:
-    """One server-sent event of Anthropic's kind."""
-    body = json.dumps({"type": kind, **fields}, separators=(",", ":"))
-    return f"event: {kind}\ndata: {body}\n\n".encode()
+
+def error_fields(error: ApiError) -> dict[str, Any]:
+    """The inside of Anthropic's error object."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": kind, "message": error.message}
 
 
 class Blocks:
@@ -106,6 +116,10 @@ class MessagesGeneration(SplitGeneration):
             "message_delta", {"delta": delta, "usage": self._message_usage()}
         )
         return out + event("message_stop", {})
+
+    def failed(self, error: ApiError) -> bytes:
+        """What ends a stream that `error` cuts short."""
+        return event("error", {"error": error_fields(error)})
 
     def answer(self) -> bytes:
         """The whole message once `collect` is done."""

@@ -1,7 +1,6 @@
 """Requests that generate nothing: their prompts checked, run to the end, one event each."""
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ from pydantic import BaseModel, ConfigDict
 
 from octavo.serve import errors, responses
 from octavo.serve import types as engine
+from octavo.serve.answering import Guard
 from octavo.serve.context import ServerContext, context_of, read_body, visit_of
 from octavo.serve.errors import ApiError
 from octavo.serve.protocol import parse_body
-from octavo.serve.routes_openai import Guard
 from octavo.serve.types import FINISH_ERROR, TokenEvent
 from octavo.serve.wire import Ready
 
@@ -60,12 +59,6 @@ def check_ids(ids: Sequence[int], name: str, ready: Ready, what: str = "") -> No
     if len(ids) > ready.max_model_len:
         message = f"{what or name}: {len(ids)} tokens, but the context holds {ready.max_model_len}"
         raise ApiError(400, message, param=name, code="context_length_exceeded")
-
-
-def identity(context: ServerContext, prefix: str) -> responses.Identity:
-    """What the answer says of itself."""
-    name = f"{prefix}-{uuid.uuid4().hex}"
-    return responses.Identity(name, int(time.time()), context.names[0], context.fingerprint)
 
 
 async def run_prompts(

@@ -52,6 +52,12 @@ def sse(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+def event(kind: str, fields: dict[str, Any]) -> bytes:
+    """One server-sent event with a name, which its data repeats as `type`."""
+    body = json.dumps({"type": kind, **fields}, separators=(",", ":"))
+    return f"event: {kind}\ndata: {body}\n\n".encode()
+
+
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """OpenAI's usage object."""
     return {

@@ -12,7 +12,6 @@ from octavo.serve.prompt_only import (
     PromptBody,
     check_ids,
     enter,
-    identity,
     prompt_usage,
     run_prompts,
     schema,
@@ -48,7 +47,7 @@ async def embeddings(request: Request) -> Response:
     prompts = await context.encoder.several(
         body.input, "input", body.add_special_tokens is not False
     )
-    answer = identity(context, "embd")
+    answer = context.identity("embd-")
     for prompt in prompts:
         check_ids(prompt.ids, "input", ready)
     requests = [

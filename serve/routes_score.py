@@ -13,7 +13,6 @@ from octavo.serve.prompt_only import (
     PromptBody,
     check_ids,
     enter,
-    identity,
     prompt_usage,
     run_prompts,
     schema,
@@ -44,7 +43,7 @@ async def score(request: Request) -> Response:
     continuations = _either(body, "continuations", "text_2")
     special = body.add_special_tokens is not False
     pairs = await _tokens(context, prompt, continuations, special)
-    answer = identity(context, "score")
+    answer = context.identity("score-")
     requests = []
     for index, (before, after) in enumerate(pairs):
         check_ids(before, "prompt", ready)
