@@ -13,6 +13,7 @@ from octavo.serve import (
     routes_messages,
     routes_openai,
     routes_ops,
+    routes_responses,
     routes_score,
 )
 from octavo.serve.context import ServerContext, context_of
@@ -33,6 +34,7 @@ def create_app(context: ServerContext) -> FastAPI:
     app.include_router(routes_embeddings.router)
     app.include_router(routes_score.router)
     app.include_router(routes_messages.router)
+    app.include_router(routes_responses.router)
     app.include_router(routes_ops.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -7,7 +7,13 @@ from typing import Any
 
 import msgspec
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+)
 MAX_CUSTOM_ID = 512
 
 

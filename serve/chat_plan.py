@@ -1,11 +1,14 @@
 """A chat request's prompt, and how its answers are to be read."""
 
+from typing import Any
+
 from octavo.serve.chat_formats import AnswerPlan, answer_plan
 from octavo.serve.context import ServerContext
 from octavo.serve.errors import invalid
 from octavo.serve.prompts import Prompt, chat_options, normalise_messages
 from octavo.serve.protocol import ChatBody
 from octavo.serve.reasoning import CLOSE, TAIL_TOKENS, ends_in_reasoning
+from octavo.serve.reasoning_effort import effort_variables
 from octavo.serve.structured import Structured
 from octavo.serve.tool_request import tool_use
 
@@ -20,7 +23,8 @@ async def plan_chat(
     """
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     special = bool(body.add_special_tokens)
-    prompt = await context.encoder.chat(body.messages, chat_options(body, use), special)
+    options = chat_options(body, use, _effort(context, body))
+    prompt = await context.encoder.chat(body.messages, options, special)
     opened = context.formats.reasoning and _in_reasoning(context, body, prompt)
     plan = answer_plan(
         context.formats,
@@ -37,6 +41,13 @@ async def plan_chat(
         closing = await context.encoder.text(f"\n{CLOSE}\n\n", False)
         prompt = Prompt((*prompt.ids, *closing.ids))
     return prompt, plan
+
+
+def _effort(context: ServerContext, body: ChatBody) -> dict[str, Any]:
+    tokenizer = context.encoder.tokenizer
+    own = tokenizer.chat_template if tokenizer is not None else None
+    template = body.chat_template or own or ""
+    return effort_variables(body.reasoning_effort, template, reasons=context.formats.reasoning)
 
 
 def _in_reasoning(context: ServerContext, body: ChatBody, prompt: Prompt) -> bool:

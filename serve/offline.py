@@ -41,8 +41,12 @@ OFFLINE = Parts(engine="octavo.serve.offline:engine")
 
 
 class _Usage(msgspec.Struct):
+    """Tokens of an answer; the Responses API has words of its own for them."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class _Answer(msgspec.Struct):
@@ -113,8 +117,8 @@ class Batch:
         if status == 200:
             usage = msgspec.json.decode(body, type=_Answer).usage
             self.report.succeeded += 1
-            self.report.prompt_tokens += usage.prompt_tokens
-            self.report.completion_tokens += usage.completion_tokens
+            self.report.prompt_tokens += usage.prompt_tokens + usage.input_tokens
+            self.report.completion_tokens += usage.completion_tokens + usage.output_tokens
         else:
             self.report.failed += 1
         self._write(batchfile.result(line, name, status, body))

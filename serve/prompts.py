@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -152,9 +152,16 @@ def _wrong(where: str, what: str) -> ApiError:
     return invalid(f"{where} {what}", where)
 
 
-def chat_options(body: ChatBody | TokenizeBody, use: ToolUse | None = None) -> dict[str, Any]:
-    """Keyword arguments of `encode_chat`; ApiError 400 for reserved template variables."""
-    extra = body.chat_template_kwargs or {}
+def chat_options(
+    body: ChatBody | TokenizeBody,
+    use: ToolUse | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of `encode_chat`; ApiError 400 for reserved template variables.
+
+    `variables` are for the template too; chat_template_kwargs go before them.
+    """
+    extra = {**(variables or {}), **(body.chat_template_kwargs or {})}
     clash = sorted(_TEMPLATE_OWN & set(extra))
     if clash:
         raise invalid(f"chat_template_kwargs may not set {clash[0]}", "chat_template_kwargs")

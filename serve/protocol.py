@@ -47,7 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": (_TEXT_ONLY, ({},)),
     "prediction": ("predicted outputs are not offered", ()),
     "thinking_token_budget": ("reasoning has no budget of its own", ()),
-    "reasoning_effort": ("reasoning control is not offered; see chat_template_kwargs", ()),
     "verbosity": ("the model has no such control", ()),
     "web_search_options": ("the server has no web access", ()),
     "documents": ("pass documents in the messages", ([],)),
@@ -158,6 +157,7 @@ class ChatBody(SamplingBody):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
 
     @property
     def top_logprobs_asked(self) -> int | None:
@@ -195,6 +195,7 @@ def parse_body[Body: BaseModel](kind: type[Body], raw: bytes, *, any_extra: bool
 
     Unknown fields are refused (ignoring one would answer another question than was asked) unless
     they are null, harmless, or `any_extra` says that the endpoint has nothing they could change.
+    `kind.refused`, if it has one, goes before UNSUPPORTED and HARMLESS.
     """
     try:
         fields = msgspec.json.decode(raw)
@@ -211,15 +212,16 @@ def parse_body[Body: BaseModel](kind: type[Body], raw: bytes, *, any_extra: bool
 
 
 def _refuse_unsupported(kind: type[BaseModel], fields: dict[str, Any]) -> None:
+    own: Mapping[str, tuple[str, tuple[Any, ...]]] = getattr(kind, "refused", {})
     for name, value in fields.items():
         if name in kind.model_fields or value is None:
             continue
-        if name in HARMLESS:
+        if name in HARMLESS and name not in own:
             _note_ignored(name)
             continue
-        if name not in UNSUPPORTED:
+        if name not in own and name not in UNSUPPORTED:
             raise invalid(f"unknown field {name!r}", name)
-        reason, neutral = UNSUPPORTED[name]
+        reason, neutral = own.get(name) or UNSUPPORTED[name]
         if not any(value == option and type(value) is type(option) for option in neutral):
             raise unsupported(name, reason)
 

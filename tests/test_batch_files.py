@@ -60,6 +60,7 @@ def test_every_endpoint_and_every_failure_gets_its_record(tmp_path):
             completion("text", "abc"),
             "",
             line("chat", {"messages": messages, "max_tokens": 3, "temperature": 0}, CHAT),
+            line("response", {"input": "hi", "max_output_tokens": 3}, "/v1/responses"),
             line("vector", {"input": "ab"}, "/v1/embeddings"),
             line("score", {"prompt": "a", "continuations": "b"}, "/v1/score"),
             completion("range", "abc", temperature=-1),
@@ -76,26 +77,27 @@ def test_every_endpoint_and_every_failure_gets_its_record(tmp_path):
         ],
     )
     report = run(source, tmp_path / "out.jsonl")
-    assert (report.succeeded, report.failed, report.skipped) == (4, 11, 0)
+    assert (report.succeeded, report.failed, report.skipped) == (5, 11, 0)
     found = records(tmp_path / "out.jsonl")
     ok = {r["custom_id"]: r["response"]["body"] for r in found if r["error"] is None}
     assert ok["text"]["choices"][0]["text"] == "abc"
     assert ok["chat"]["choices"][0]["message"]["content"] == "use"
+    assert ok["response"]["output"][0]["content"][0]["text"] == "use"
     assert len(ok["vector"]["data"][0]["embedding"]) == 3
     assert ok["score"]["data"][0]["score"] == pytest.approx(-0.1)
-    assert report.completion_tokens == 6
+    assert report.completion_tokens == 9
     answered = {r["custom_id"]: r for r in found if r["error"] and r["response"]}
     codes = {name: r["response"]["status_code"] for name, r in answered.items()}
     assert codes == {"range": 400, "model": 404, "nan": 500}
     assert "temperature" in answered["range"]["error"]["message"]
     refused = {r["line"]: r["error"]["message"] for r in found if r["response"] is None}
     words = ("stream", "not unique", "/v1/score", "GET", "custom_id", "url", "batch", "batch")
-    assert sorted(refused) == list(range(9, 17))
+    assert sorted(refused) == list(range(10, 18))
     for number, word in zip(sorted(refused), words, strict=True):
         assert word in refused[number]
 
     again = run(source, tmp_path / "out.jsonl")
-    assert (again.succeeded, again.failed, again.skipped) == (0, 0, 15)
+    assert (again.succeeded, again.failed, again.skipped) == (0, 0, 16)
     assert records(tmp_path / "out.jsonl") == found
 
 

@@ -12,10 +12,12 @@ from octavo.model.families import FAMILIES
 from octavo.serve import (
     messages_protocol,
     protocol,
+    responses_protocol,
     routes_embeddings,
     routes_messages,
     routes_openai,
     routes_ops,
+    routes_responses,
     routes_score,
 )
 from octavo.serve.cli import COMMANDS
@@ -24,7 +26,14 @@ from octavo.serve.config import EngineConfig, ServerConfig
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = [field for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)]
-ROUTERS = (routes_embeddings, routes_messages, routes_openai, routes_ops, routes_score)
+ROUTERS = (
+    routes_embeddings,
+    routes_messages,
+    routes_openai,
+    routes_ops,
+    routes_responses,
+    routes_score,
+)
 ROUTES = [route for module in ROUTERS for route in module.router.routes]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -71,12 +80,24 @@ def test_every_endpoint_is_documented():
         protocol.CompletionBody.model_fields,
         protocol.ChatBody.model_fields,
         messages_protocol.MessagesBody.model_fields,
+        responses_protocol.ResponsesBody.model_fields,
+        responses_protocol.ResponsesBody.refused,
         routes_embeddings.EmbeddingBody.model_fields,
         routes_score.ScoreBody.model_fields,
         protocol.HARMLESS,
         protocol.UNSUPPORTED,
     ],
-    ids=["completions", "chat", "messages", "embeddings", "score", "harmless", "unsupported"],
+    ids=[
+        "completions",
+        "chat",
+        "messages",
+        "responses",
+        "refused",
+        "embeddings",
+        "score",
+        "harmless",
+        "unsupported",
+    ],
 )
 def test_every_request_field_is_documented(names):
     text = text_of("docs/serving.md")

@@ -154,6 +154,17 @@ def test_refusals(client, fields, param):
     assert body["error"]["message"].startswith(param)
 
 
+def test_what_asks_for_nothing_is_taken(client):
+    neutral = {
+        "service_tier": "auto",
+        "cache_control": {"type": "ephemeral"},
+        "thinking": {"type": "disabled"},
+        "metadata": {"user_id": "me"},
+    }
+    message = client.messages.create(**ask("hey<|eos|>", **neutral))
+    assert dumped(message) == [{"type": "text", "text": "user:hey"}]
+
+
 def test_failures(srv, client):
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**ask("hi", model="other"))

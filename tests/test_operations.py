@@ -11,17 +11,34 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.serve import (
+    messages_protocol,
     protocol,
+    responses_protocol,
     routes_embeddings,
     routes_messages,
     routes_openai,
     routes_ops,
+    routes_responses,
     routes_score,
 )
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
 from octavo.serve.metrics import ServerCollector, exposition
 
+ROUTERS = (
+    routes_openai,
+    routes_responses,
+    routes_messages,
+    routes_embeddings,
+    routes_score,
+    routes_ops,
+)
+BODIES = (
+    protocol.CompletionBody,
+    protocol.ChatBody,
+    responses_protocol.ResponsesBody,
+    messages_protocol.MessagesBody,
+)
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAME = re.compile(r"(?:vllm|octavo):[a-z0-9_]+")
@@ -103,10 +120,9 @@ def test_every_endpoint_and_parameter_has_a_test_that_exists():
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert test in defined, f"{subject}: {file}::{test}"
     subjects = {subject.strip("`") for subject, _, _ in rows}
-    routers = (routes_openai, routes_messages, routes_embeddings, routes_score, routes_ops)
-    routes = [route for module in routers for route in module.router.routes]
+    routes = [route for module in ROUTERS for route in module.router.routes]
     served = {f"{m} {r.path.replace(':path', '')}" for r in routes for m in r.methods}
-    fields = {*protocol.CompletionBody.model_fields, *protocol.ChatBody.model_fields}
+    fields = {name for body in BODIES for name in body.model_fields}
     assert (served | fields) - subjects == set()
 
 

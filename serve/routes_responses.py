@@ -1,0 +1,45 @@
+"""OpenAI's /v1/responses."""
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.serve.answering import add_samples, answer
+from octavo.serve.chat_formats import PLAIN
+from octavo.serve.chat_plan import plan_chat
+from octavo.serve.context import context_of, read_body, visit_of
+from octavo.serve.generation import Wanted
+from octavo.serve.openapi import request_schema
+from octavo.serve.protocol import check_combinations, parse_body
+from octavo.serve.responses_generation import ResponsesGeneration
+from octavo.serve.responses_protocol import (
+    ResponsesBody,
+    chat_body,
+    echoed,
+    in_responses_words,
+)
+from octavo.serve.structured import Structured, structured_output
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", openapi_extra=request_schema(ResponsesBody), response_model=None)
+async def create_response(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    ready = context.require_ready()
+    body = parse_body(ResponsesBody, await read_body(request, context.config))
+    context.check_model(body.model)
+    with in_responses_words():
+        chat = chat_body(body)
+        check_combinations(chat)
+        structured = structured_output(chat)
+        prompt, plan = await plan_chat(context, chat, structured)
+        plan = plan or PLAIN
+        if plan.grammar is not None:
+            structured = Structured(plan.grammar, "tools")
+        wanted = Wanted(chat=True, shown=plan.shown, structured=structured)
+        identity = context.identity("resp_")
+        visit = visit_of(request)
+        parts = (context.client, context.recorder, context.table, identity, wanted, visit)
+        job = ResponsesGeneration(*parts, plan, echoed(body))
+        add_samples(job, chat, wanted, ready, [prompt], body.max_output_tokens, identity.id)
+        return await answer(job, context, request, stream=bool(body.stream))
