@@ -32,6 +32,9 @@ from octavo.serve.wire import (
 MAX_UNREAD_TOKENS = 8192
 """Tokens of a sample that may wait for a client which doesn't read."""
 
+TAKE_EVENTS = 512
+"""Events that a reader gets at once: a few milliseconds of work, then it is the others' turn."""
+
 RETRY_SECONDS, MAX_RETRY_SECONDS = 5, 600
 """Bounds of Retry-After: loading takes seconds, a breaker is open for minutes."""
 
@@ -72,13 +75,15 @@ class Call:
         self.retried = False
 
     async def next(self) -> list[TokenEvent]:
-        """The events since the last call, at least one; raises what `fail` was given."""
+        """The oldest events not taken yet, 1 .. TAKE_EVENTS; raises what `fail` was given."""
+        if len(self._events) > TAKE_EVENTS:  # a reader that was held up must not hold up others
+            await asyncio.sleep(0)
         while not self._events:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        events, self._events = self._events, []
+        events, self._events = self._events[:TAKE_EVENTS], self._events[TAKE_EVENTS:]
         return events
 
     def put(self, event: TokenEvent) -> None:

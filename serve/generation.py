@@ -222,13 +222,13 @@ class Generation:
 
     def _render_all(self, events: list[TokenEvent]) -> tuple[bytes, ApiError | None]:
         """Bytes of the events up to the first that failed its sample, and that failure."""
-        body = b""
+        parts = []
         for event in events:
             if event.finish_reason == FINISH_ERROR:
                 self._advance(event)
-                return body, failure(event, self._wanted.structured)
-            body += self._render(event)
-        return body, None
+                return b"".join(parts), failure(event, self._wanted.structured)
+            parts.append(self._render(event))
+        return b"".join(parts), None
 
     def _render(self, event: TokenEvent) -> bytes:
         body = b""

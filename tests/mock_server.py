@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,12 @@ import time
 from pathlib import Path
 
 from mock_engine import MockConfig
+from ports import free_port
 
 HERE = Path(__file__).parent
+PATIENCE = 30
+"""Seconds that a busy machine may take; a slow stream of 2,000 tokens takes longer still."""
+
 HEAVY = {"jax", "jaxlib", "torch", "transformers", "opentelemetry.sdk"}
 
 
@@ -64,7 +67,7 @@ class Running:
         return Path(self._output).read_text()
 
     def connect(self):
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
 
     def request(self, method, path, body=None, headers=None):
         """Status, headers and parsed body of one exchange."""
@@ -114,7 +117,7 @@ class Running:
         lines = [line for line in text.decode().splitlines() if line.startswith(name)]
         return float(lines[0].rsplit(" ", 1)[1])
 
-    def wait(self, condition, seconds=20):
+    def wait(self, condition, seconds=PATIENCE):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, self.log
@@ -158,8 +161,7 @@ def running(
     **server,
 ):
     """A server process; killed at the end if it still runs. `stderr` takes its log instead."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = {
         "engine": engine or {},
         "tokenizer": tokenizer,

@@ -263,7 +263,7 @@ def test_open_and_closed_loop_against_a_server(tmp_path, capsys):
         assert line["device"]
         assert line["versions"]["jax"]
         assert line["server"]["model"]
-        assert 2 <= line["tpot_ms_p50"] < 100
+        assert 0 < line["tpot_ms_p50"] <= line["e2e_s_p50"] * 1e3
     assert open_loop["wall_s"] >= 0.12
     assert "tpot_ms_p50" in capsys.readouterr().err
 

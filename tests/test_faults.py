@@ -1,6 +1,7 @@
 """Faults on the API side: bugs in a stage, bad peers, full disks, wall clocks. The server stays."""
 
 import ast
+import asyncio
 import json
 import logging
 import os
@@ -12,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_engine import UNSPEAKABLE
-from mock_server import running
+from mock_server import PATIENCE, running
 from test_server_life import exit_code, start_stream
 
 from octavo.serve import client as client_module
 from octavo.serve import logs
-from octavo.serve.client import EngineClient
+from octavo.serve.client import TAKE_EVENTS, EngineClient
 from octavo.serve.errors import ApiError
 from octavo.serve.types import Request, TokenEvent
 
@@ -53,22 +54,22 @@ def test_a_bug_in_a_stage_fails_its_request_alone(server, stage):
     assert "RuntimeError" in body["error"]["message"]
     assert b'"finish_reason":"length"' in response.read()
     connection.close()
-    server.wait(server.idle, 5)
+    server.wait(server.idle)
 
 
 def test_a_bug_while_streaming_is_an_error_event(server):
     body = {"prompt": [97, 98, UNSPEAKABLE], "temperature": 0}
     *_, error, done = server.stream("/v1/completions", body)
     assert (error["error"]["type"], done) == ("server_error", "[DONE]")
-    server.wait(server.idle, 5)
+    server.wait(server.idle)
 
 
 # What isn't HTTP, and clients that stand still
 
 
-def exchange(server, data, seconds=5.0):
+def exchange(server, data):
     """What the server sends back on a raw connection until it closes it."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as raw:
         raw.sendall(data)
         out = b""
         try:
@@ -112,7 +113,7 @@ def test_no_bytes_bring_a_5xx_or_a_hang(server, data):
     cut = data.draw(st.integers(0, len(good)))
     junk = data.draw(st.binary(max_size=20))
     sent = good[:cut] + junk + good[data.draw(st.integers(cut, len(good))) :]
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as raw:
         raw.sendall(sent)
         raw.shutdown(socket.SHUT_WR)
         out = b""
@@ -138,7 +139,7 @@ def test_an_unfinished_request_is_cut_off(server, sent):
     start = time.monotonic()
     answer = exchange(server, sent)
     assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
-    assert 0.5 < time.monotonic() - start < 4
+    assert time.monotonic() - start > 0.5
 
 
 def test_a_client_that_stops_reading_is_cut_off_and_its_request_ends(server):
@@ -150,9 +151,36 @@ def test_a_client_that_stops_reading_is_cut_off_and_its_request_ends(server):
     stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     stalled.connect(("127.0.0.1", server.port))
     stalled.sendall(head + data)
-    server.wait(lambda: server.metric("octavo:client_disconnects_total") == before + 1, 10)
-    server.wait(server.idle, 5)
+    server.wait(lambda: server.metric("octavo:client_disconnects_total") == before + 1)
+    server.wait(server.idle)
     stalled.close()
+
+
+def test_a_backlog_is_answered_in_bites_between_which_others_have_their_turn():
+    engine = EngineClient(b"api")
+    engine.up = True
+    call = engine.submit([Request("a", (1,), None)])
+    sent = [TokenEvent("a", (i,)) for i in range(3 * TAKE_EVENTS + 1)]
+    for event in sent:
+        call.put(event)
+    turns = []
+
+    async def others():
+        while True:
+            turns.append(len(got))
+            await asyncio.sleep(0)
+
+    got = []
+
+    async def read():
+        other = asyncio.create_task(others())
+        while len(got) < len(sent):
+            got.extend(await call.next())
+        other.cancel()
+
+    asyncio.run(read())
+    assert got == sent
+    assert turns == [0, TAKE_EVENTS, 2 * TAKE_EVENTS]
 
 
 def test_an_unread_answer_is_bounded(monkeypatch):
@@ -219,7 +247,7 @@ def test_lost_lines_are_counted_and_order_is_kept(monkeypatch):
 
 
 def test_a_wall_clock_that_jumps_changes_nothing():
-    with running(jumping_clock=True, request_timeout=5.0, drain_seconds=20.0) as server:
+    with running(jumping_clock=True, request_timeout=PATIENCE, drain_seconds=PATIENCE) as server:
         connection, response = start_stream(server, max_tokens=20)
         assert server.good(server.complete("ab", max_tokens=4))["choices"][0]["text"] == "abab"
         assert server.status() == "ready"

@@ -75,8 +75,7 @@ def test_answers_do_not_cross_and_metrics_are_the_sum(fleet):
         lambda: (
             {fleet.metric("vllm:request_generation_tokens_count") for _ in range(8)}
             == {before + 24}
-        ),
-        5,
+        )
     )
 
 
@@ -95,7 +94,7 @@ def test_a_killed_api_process_is_replaced_and_its_requests_stop(fleet):
     os.kill(victim, signal.SIGKILL)
     assert lost.sock.recv(1 << 20) is not None
     hang_up(lost)
-    fleet.wait(lambda: fleet.metric("vllm:num_requests_running") <= 1, 5)
+    fleet.wait(lambda: fleet.metric("vllm:num_requests_running") <= 1)
     rest = response.read()
     assert rest.endswith(b"data: [DONE]\n\n")
     assert b'"finish_reason":"length"' in rest
@@ -151,7 +150,7 @@ def test_everything_ends_with_the_parent():
 def test_a_tokenizer_that_cannot_load_ends_the_fleet():
     settings = {"tokenizer": "mock_server:bad_tokenizer", "api_processes": 2}
     with running(wait=False, **settings) as server:
-        assert exit_code(server, 30) == 1
+        assert exit_code(server) == 1
         assert "no tokenizer here" in server.log
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from ports import free_port
 
 pytestmark = pytest.mark.smollm2
 
@@ -24,8 +24,7 @@ START_SECONDS = 600
 @pytest.fixture(scope="session")
 def base_url(tmp_path_factory):
     """A started server's /v1 URL."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
     command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--model={MODEL}"]
     command.append(f"--port={port}")

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from mock_server import gone, running
+from mock_server import PATIENCE, gone, running
 from test_server_life import exit_code, hang_up, start_stream
 
 
@@ -15,7 +15,7 @@ from test_server_life import exit_code, hang_up, start_stream
 def server(tmp_path_factory):
     """A server that survives everything below."""
     flag = str(tmp_path_factory.mktemp("flags") / "once")
-    settings = {"max_engine_restarts": 100, "engine_restart_window": 1.0, "watchdog_seconds": 0.5}
+    settings = {"max_engine_restarts": 100, "engine_restart_window": 1.0, "watchdog_seconds": 1.0}
     with running(engine={"flag_file": flag}, **settings) as it:
         it.flag = flag
         yield it
@@ -31,7 +31,7 @@ def in_background(server, **body):
     thread.start()
 
     def answer():
-        thread.join(30)
+        thread.join(PATIENCE)
         return out[0]
 
     return answer
@@ -61,7 +61,7 @@ def test_a_killed_core_is_replaced_and_only_begun_streams_fail(server):
 def test_while_it_restarts_the_server_answers_503_and_stays_alive(server):
     Path(server.flag + ".fail").touch()
     os.kill(server.core_pid(), signal.SIGKILL)
-    server.wait(lambda: server.status() == "restarting", 5)
+    server.wait(lambda: server.status() == "restarting")
     status, headers, body = server.complete("a")
     assert (status, body["error"]["message"]) == (503, "the engine is restarting")
     assert int(headers["retry-after"]) >= 1
@@ -94,7 +94,7 @@ def test_a_hung_engine_is_reported_then_restarted(server):
     before = restarts(server)
     answer = in_background(server, prompt="<|hang|>")
     seen = set()
-    server.wait(lambda: seen.add(server.status()) or restarts(server) > before, 10)
+    server.wait(lambda: seen.add(server.status()) or restarts(server) > before)
     assert "stuck" in seen
     status, _, body = answer()
     assert status == 500
@@ -106,7 +106,7 @@ def test_a_compile_longer_than_the_watchdog_is_no_hang(server):
     before = restarts(server)
     answer = in_background(server, prompt="<|compile|>", max_tokens=1)
     seen = set()
-    server.wait(lambda: seen.add(server.status()) or (server.idle() and len(seen) > 0), 10)
+    server.wait(lambda: seen.add(server.status()) or (server.idle() and len(seen) > 0))
     assert server.good(answer())["usage"]["completion_tokens"] == 1
     assert seen == {"ready"}
     assert restarts(server) == before
@@ -133,15 +133,15 @@ def test_the_breaker_opens_and_closes_and_the_server_stays():
         stream = start_stream(server)
         for wanted in ("ready", "failed"):
             os.kill(server.core_pid(), signal.SIGKILL)
-            server.wait(lambda: restarts(server) == 1, 5)
-            server.wait(lambda wanted=wanted: server.status() == wanted, 5)
+            server.wait(lambda: restarts(server) == 1)
+            server.wait(lambda wanted=wanted: server.status() == wanted)
         hang_up(*stream)
         assert server.get("/health/live")[0] == 503
         status, headers, body = server.complete("a")
         assert status == 503
         assert "engine is down" in body["error"]["message"]
         assert int(headers["retry-after"]) >= 4
-        server.wait(lambda: server.status() == "ready", 10)
+        server.wait(lambda: server.status() == "ready")
         assert restarts(server) == 2
         assert server.complete("a")[0] == 200
         server.signal()

@@ -10,11 +10,11 @@ import sys
 import threading
 
 import pytest
-from mock_server import gone, running
+from mock_server import PATIENCE, gone, running
 
 
-def exit_code(server, seconds=15):
-    return server.process.wait(seconds)
+def exit_code(server):
+    return server.process.wait(PATIENCE)
 
 
 def hang_up(*things):
@@ -26,7 +26,7 @@ def hang_up(*things):
 def start_stream(server, **fields):
     """A connection on which a stream of the mock has begun."""
     connection = server.connect()
-    body = {"prompt": "a<|slow|>", "max_tokens": 500, "temperature": 0, "stream": True, **fields}
+    body = {"prompt": "a<|slow|>", "max_tokens": 2000, "temperature": 0, "stream": True, **fields}
     connection.request("POST", "/v1/completions", json.dumps(body))
     response = connection.getresponse()
     assert response.readline().startswith(b"data: ")
@@ -35,7 +35,7 @@ def start_stream(server, **fields):
 
 def test_loading_draining_and_exit_without_heavy_modules():
     with running(wait=False, engine={"load_seconds": 1}) as server:
-        server.wait(lambda: server.status() != "closed", 30)
+        server.wait(lambda: server.status() != "closed")
         assert server.get("/health")[0] == 503
         assert server.get("/health/live")[0] == 200
         status, headers, body = server.complete("a")
@@ -75,7 +75,7 @@ def test_a_second_interrupt_ends_at_once():
         server.signal(signal.SIGINT)
         server.wait(lambda: server.status() == "draining")
         server.signal(signal.SIGINT)
-        assert exit_code(server, 5) == 130
+        assert exit_code(server) == 130
         hang_up(*stream)
         assert gone(core)
 
@@ -107,10 +107,10 @@ def test_without_restarts_the_server_ends_with_its_core():
 
 def test_a_start_that_fails_says_why():
     with running(wait=False, engine={"fail_start": True}) as server:
-        assert exit_code(server, 30) == 1
+        assert exit_code(server) == 1
         assert "no such weights" in server.log
     with running(wait=False, tokenizer="mock_server:bad_tokenizer") as server:
-        assert exit_code(server, 30) == 1
+        assert exit_code(server) == 1
         assert "no tokenizer here" in server.log
 
 
@@ -143,7 +143,7 @@ def test_limits_keys_and_timeouts():
         assert _chunked(server, key)[0] == 413
         status, _, body = server.post("/v1/completions", {"prompt": "<|stall|>"}, **key)
         assert (status, body["error"]["type"]) == (408, "timeout_error")
-        server.wait(server.idle, 5)
+        server.wait(server.idle)
 
 
 def _chunked(server, headers):
@@ -183,11 +183,11 @@ def shared():
 def test_hang_ups_abort_in_the_engine(shared):
     hang_up(*start_stream(shared))
     connection = shared.connect()
-    body = {"prompt": "a<|slow|>", "max_tokens": 500, "temperature": 0, "n": 3}
+    body = {"prompt": "a<|slow|>", "max_tokens": 2000, "temperature": 0, "n": 3}
     connection.request("POST", "/v1/completions", json.dumps(body))
-    shared.wait(lambda: not shared.idle(), 5)
+    shared.wait(lambda: not shared.idle())
     connection.close()
-    shared.wait(shared.idle, 5)
+    shared.wait(shared.idle)
     assert shared.metric("octavo:client_disconnects_total") == 2
 
 
@@ -199,7 +199,7 @@ def test_a_full_queue_is_429_with_retry_after(shared):
     assert body["error"]["code"] == "rate_limit_exceeded"
     assert shared.complete("a", n=59, temperature=1)[0] == 200
     hang_up(*stream)
-    shared.wait(shared.idle, 5)
+    shared.wait(shared.idle)
 
 
 def test_the_models_own_sampling_defaults_apply(shared):
@@ -232,4 +232,4 @@ def test_a_stalled_reader_and_many_streams(shared):
         thread.join()
     assert results == {word: word * 10 for word in words}
     stalled.close()
-    shared.wait(shared.idle, 10)
+    shared.wait(shared.idle)

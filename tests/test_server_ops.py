@@ -74,7 +74,7 @@ def test_a_rate_limit_is_429_by_name_and_the_key_is_never_shown(guarded):
 
 def test_concurrency_lasts_until_the_stream_ends(guarded):
     with contextlib.closing(guarded.connect()) as connection:
-        body = {"prompt": "a<|slow|>", "max_tokens": 500, "stream": True, "temperature": 0}
+        body = {"prompt": "a<|slow|>", "max_tokens": 2000, "stream": True, "temperature": 0}
         connection.request("POST", "/v1/completions", json.dumps(body), bearer("sk-carol"))
         response = connection.getresponse()
         assert response.readline().startswith(b"data: ")
@@ -85,7 +85,7 @@ def test_concurrency_lasts_until_the_stream_ends(guarded):
             guarded.get("/metrics")[2].decode()
         )
         response.close()
-    guarded.wait(lambda: complete(guarded, "sk-carol")[0] == 200, 5)
+    guarded.wait(lambda: complete(guarded, "sk-carol")[0] == 200)
 
 
 def test_pages_of_named_origins_may_call_and_no_others(guarded):
@@ -108,10 +108,10 @@ def test_aborts_errors_and_refusals_are_counted_as_what_they_are(guarded):
     assert complete(guarded, "sk-alice", "x<|nan|>")[0] == 500
     assert complete(guarded, "sk-alice", n=9, temperature=1)[0] == 429
     with contextlib.closing(guarded.connect()) as connection:
-        body = {"prompt": "a<|slow|>", "max_tokens": 500, "n": 2, "temperature": 1}
+        body = {"prompt": "a<|slow|>", "max_tokens": 2000, "n": 2, "temperature": 1}
         connection.request("POST", "/v1/completions", json.dumps(body), bearer("sk-alice"))
-        guarded.wait(lambda: not guarded.idle(), 5)
-    guarded.wait(lambda: ended("abort") == before["abort"] + 2, 5)
+        guarded.wait(lambda: not guarded.idle())
+    guarded.wait(lambda: ended("abort") == before["abort"] + 2)
     after = {reason: ended(reason) - before[reason] for reason in before}
     assert after == {"stop": 1, "length": 1, "abort": 2, "error": 1}
 
@@ -119,14 +119,15 @@ def test_aborts_errors_and_refusals_are_counted_as_what_they_are(guarded):
 # Timing ------------------------------------------------------------------------------------------
 
 
-def check_timing(usage, host_below_ms=2000):
+def check_timing(usage):
     timing = usage["timing"]
     assert timing["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
     assert timing["preemptions"] == 0
-    assert timing["prefill_ms"] >= 15  # the mock's slow steps take 20 ms
-    assert timing["decode_ms"] >= 35
-    assert timing["queue_ms"] >= 0
-    assert 0 <= timing["host_ms"] < host_below_ms
+    phases = [timing[f"{name}_ms"] for name in ("queue", "prefill", "decode", "host")]
+    assert min(phases) >= 0
+    assert 58 <= sum(phases) < 20_000  # three of the mock's slow steps, 20 ms each
+    assert timing["prefill_ms"] >= 15
+    assert timing["decode_ms"] > 0  # as it is seen here: less if the first news came late
 
 
 def test_timing_comes_on_demand(guarded):
@@ -151,7 +152,10 @@ def test_phases_add_up_to_the_latency(guarded):
     complete(guarded, "sk-alice", "ab<|slow|>")
     queue, prefill, decode, inference, whole = (b - a for a, b in zip(before, sums()))
     assert inference == pytest.approx(prefill + decode)
-    assert 0.055 <= queue + inference <= whole + 1e-6
+    assert prefill >= 0.015
+    assert decode > 0
+    assert queue + inference <= whole + 1e-6
+    assert whole >= 0.058
 
 
 # HTTPS -------------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ def test_https_with_a_certificate_of_ones_own(certificate):
     files = {"tls_cert": str(certificate / "cert.pem"), "tls_key": str(certificate / "key.pem")}
     trust = ssl.create_default_context(cafile=str(certificate / "ca.pem"))
     with running(wait=False, **files) as server:
-        server.wait(lambda: "serving" in server.log, 60)
+        server.wait(lambda: "serving" in server.log)
         assert f"https://127.0.0.1:{server.port}" in server.log
         connection = http.client.HTTPSConnection(
             "127.0.0.1", server.port, context=trust, timeout=30

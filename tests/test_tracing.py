@@ -88,7 +88,7 @@ def test_spans_of_a_request_and_its_samples():
         "gen_ai.response.finish_reasons": ("length", "length"),
     }
     assert want.items() <= dict(request.attributes).items()
-    assert abs(time.time_ns() - request.end_time) < 5e9
+    assert abs(time.time_ns() - request.end_time) < 60e9
 
 
 def test_the_callers_trace_goes_on():
