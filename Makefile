@@ -19,8 +19,9 @@ serve: .venv/demo
 	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
 	$(BIN)/octavo serve --model=$(MODEL) --served_model_name=$(MODEL)
 
+# Two processes, a module to each in turn, the long ones first (tests/conftest.py).
 test: .venv/demo lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/dev
 	$(BIN)/ruff check .

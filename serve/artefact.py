@@ -31,7 +31,12 @@ DIGEST_BYTES = 32
 MANIFEST = "manifest.json"
 SUFFIX = ".bin"
 UNFINISHED = "tmp-"
-"""Prefix of files that are being written."""
+"""Prefix of files that are being written, and of the locks of their writers."""
+
+BUILD_WAIT_SECONDS = 600.0
+"""How long a program that another process builds is waited for; then it is built here too."""
+
+LOCK_POLL_SECONDS = 0.05
 
 FOLDER_NAME = 24
 """Hexadecimal digits of a folder's name."""
@@ -183,7 +188,7 @@ class ArtefactStore:
             with contextlib.suppress(OSError):  # a file system without locks can't say "in use"
                 fcntl.flock(handle, fcntl.LOCK_SH)
             weakref.finalize(self, os.close, handle)
-            if self.folder.exists() and os.path.samestat(os.fstat(handle), self.folder.stat()):
+            if _is_at(handle, self.folder):
                 return
 
     def _check_manifest(self, depends_on: dict[str, Any]) -> None:
@@ -232,6 +237,25 @@ class ArtefactStore:
         except OSError as error:
             log.warning("artefact %s not saved: %s", self._path(name), error)
 
+    @contextlib.contextmanager
+    def building(self, name: str) -> Iterator[None]:
+        """Of the threads and processes that build `name`, one at a time is inside.
+
+        The others wait, and then probably find it saved. Without locks (a read-only folder, a file
+        system that has none), or when one takes too long, several go in.
+        """
+        path = self.folder / f"{UNFINISHED}{name}.lock"
+        try:
+            handle = _lock(path, BUILD_WAIT_SECONDS)
+        except OSError:
+            handle = None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                path.unlink(missing_ok=True)
+                os.close(handle)
+
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
@@ -248,6 +272,37 @@ def _make_private(folder: Path) -> None:
     for path in reversed([folder, *folder.parents]):
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _lock(path: Path, seconds: float) -> int | None:
+    """A descriptor that holds the lock file; None after `seconds`.
+
+    OSError where it can't be made or locked. Its holder removes the file, so that one which is no
+    longer in its place is no lock: a new one is made.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_POLL_SECONDS)
+        except OSError:
+            os.close(handle)
+            raise
+        else:
+            if _is_at(handle, path):
+                return handle
+        os.close(handle)
+    return None
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether an open file or folder is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -61,7 +61,9 @@ class CompileStats:
 
 
 class Programs:
-    """The engine's executables. `get` may run in several threads for different keys.
+    """The engine's executables. `get` may run in several threads.
+
+    Of the engines that share a store, one compiles a program and the others load it.
 
     Attributes:
         stats: how the programs came to be.
@@ -90,7 +92,7 @@ class Programs:
         """The executable of `key`; compiles or loads it if this is its first use."""
         program = self._programs.get(key)
         if program is None:
-            program = self._load(key) or self._compile(key)
+            program = self._load(key) or self._make(key)
             self._programs[key] = program
         return program
 
@@ -122,10 +124,18 @@ class Programs:
             self.stats.load_seconds += time.perf_counter() - start
         return program
 
-    def _compile(self, key: ProgramKey) -> Any:
+    def _make(self, key: ProgramKey) -> Any:
+        """Compile a program, or wait for another process that does so already."""
         if self._sealed:
             self._note_late(key)
         self.on_compile()
+        if self.store is None:
+            return self._compile(key)
+        with self.store.building(key.name):
+            known = None if key.name in self.store.refused else self._load(key)
+            return known or self._compile(key)
+
+    def _compile(self, key: ProgramKey) -> Any:
         start = time.perf_counter()
         lowerable = self._build(key)
         program = lowerable.function.lower(*lowerable.args).compile()

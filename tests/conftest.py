@@ -8,3 +8,10 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+LONGEST = {"test_smollm2_llm", "test_soak", "test_openai_client", "test_engine"}
+
+
+def pytest_collection_modifyitems(items):
+    """The longest modules first: of two processes none is left with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)

@@ -5,7 +5,9 @@ import json
 import logging
 import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +188,45 @@ def test_a_program_is_compiled_once_and_then_loaded(store):
     assert double(made).compiled == double(made).compiled == 1
     again = double(programs(store))
     assert (again.compiled, again.loaded) == (0, 1)
+
+
+def test_engines_that_start_together_compile_a_program_once(store):
+    """The second asks for it while the first compiles, so it waits and loads."""
+    second, asked = programs(store), Event()
+    second.on_compile = asked.set
+    with ThreadPoolExecutor(1) as pool:
+        others = []
+
+        def build(key):
+            others.append(pool.submit(double, second))
+            assert asked.wait(60)
+            return programs(store)._build(key)
+
+        first = Programs(build, store, devices=jax.devices()[:1])
+        assert double(first).compiled == 1
+        stats = others[0].result()
+    assert (stats.compiled, stats.loaded) == (0, 1)
+    assert sorted(p.name for p in store.folder.iterdir()) == [f"{KEY.name}.bin", "manifest.json"]
+
+
+def test_the_lock_of_a_process_that_was_killed_holds_nobody_up(store):
+    (store.folder / f"tmp-{KEY.name}.lock").touch()
+    assert double(programs(store)).compiled == 1
+    assert not list(store.folder.glob("tmp-*"))
+
+
+@pytest.mark.parametrize("fault", ["stuck", "no locks", "no folder"])
+def test_a_lock_that_cannot_be_had_costs_a_second_compile(store, monkeypatch, fault):
+    def flock(handle, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(artefact, "BUILD_WAIT_SECONDS", 0.2)
+    with store.building(KEY.name) if fault == "stuck" else nullcontext():
+        if fault == "no locks":
+            monkeypatch.setattr(artefact.fcntl, "flock", flock)
+        elif fault == "no folder":
+            shutil.rmtree(store.folder)
+        assert double(programs(store)).compiled == 1
 
 
 def test_a_full_disk_costs_the_artefact_and_nothing_else(store, monkeypatch, caplog):
