@@ -131,7 +131,7 @@ def latency(flag: dict[str, Any]) -> Iterator[dict[str, Any]]:
         usage = used.per_token(streams * tokens)
     since = max(one.came[0][0] for one in found)
     until = min(one.ended for one in found)
-    ages = [age for one in found for at, group in one.came if since <= at < until for age in group]
+    ages = [age for one in found for age in one.ages(since, until)]
     ms = {f"age_ms_p{q}": rounded((percentile(ages, q) or 0.0) * 1e3, 2) for q in (50, 90, 99, 100)}
     yield {
         "streams": streams,
@@ -195,7 +195,8 @@ class Stream(asyncio.Protocol):
     """One connection with one answer of `tokens` tokens.
 
     Attributes:
-        came: with `timed`, when each portion came and the ages of its tokens.
+        came: with `timed`, when each portion came, and it; nothing is read in it until the end, so
+            that the client is quick.
         reads: portions in which the answer came.
         ended: when it had come whole.
         done: resolved at the end, with RuntimeError when the answer is not what was asked.
@@ -207,7 +208,7 @@ class Stream(asyncio.Protocol):
         self._end = b"\r\n0\r\n\r\n" if streamed else b"}"
         self._timed = timed
         self._rest = self._head = b""
-        self.came: list[tuple[float, list[float]]] = []
+        self.came: list[tuple[float, bytes]] = []
         self.reads = 0
         self.ended = 0.0
         self.done = asyncio.get_running_loop().create_future()
@@ -227,7 +228,12 @@ class Stream(asyncio.Protocol):
             return
         self._left -= whole.count(END_OF_EVENT) + 1
         if self._timed:
-            self.came.append((now, ages_of(WORD.findall(whole), now)))
+            self.came.append((now, whole))
+
+    def ages(self, since: float, until: float) -> list[float]:
+        """Seconds from a token's making to its coming, of those that came since .. until."""
+        came = [(now, whole) for now, whole in self.came if since <= now < until]
+        return [age for now, whole in came for age in ages_of(WORD.findall(whole), now)]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The server closes the connection behind its answer."""

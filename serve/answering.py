@@ -92,8 +92,9 @@ async def answer(
     guard = Guard(request, call, context)
     try:
         if stream:
+            writer = getattr(request.state, "writer", None)
             first = await job.first_events()
-            return EventStream(job.stream(first), job, guard)
+            return EventStream(job.stream(first, writer), job, guard)
         await job.collect()
     except BaseException:
         call.close()

@@ -7,7 +7,7 @@ through `EngineClient.on_news`.
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -35,8 +35,14 @@ MAX_UNREAD_TOKENS = 8192
 TAKE_EVENTS = 512
 """Events that a reader gets at once: a few milliseconds of work, then it is the others' turn."""
 
+EVENTS_A_TURN = 1024
+"""Events taken from the engine before whatever else this process has to do gets its turn."""
+
 RETRY_SECONDS, MAX_RETRY_SECONDS = 5, 600
 """Bounds of Retry-After: loading takes seconds, a breaker is open for minutes."""
+
+type Taker = Callable[[list[TokenEvent]], list[TokenEvent] | None]
+"""Takes events as they arrive. None: all taken, on with the next; else those that are left."""
 
 log = logging.getLogger("octavo.client")
 
@@ -56,6 +62,7 @@ class Call:
         "_error",
         "_events",
         "_room",
+        "_taker",
         "_waiter",
         "begun",
         "open",
@@ -68,21 +75,30 @@ class Call:
         self._error: Exception | None = None
         self._events: list[TokenEvent] = []
         self._room = MAX_UNREAD_TOKENS * len(requests)
+        self._taker: Taker | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.requests = tuple(requests)
         self.open = {request.request_id for request in requests}
         self.begun = False
         self.retried = False
 
-    async def next(self) -> list[TokenEvent]:
-        """The oldest events not taken yet, 1 .. TAKE_EVENTS; raises what `fail` was given."""
+    async def next(self, taker: Taker | None = None) -> list[TokenEvent]:
+        """The oldest events not taken yet, 1 .. TAKE_EVENTS; raises what `fail` was given.
+
+        With a taker, events that arrive while this waits go to it, which saves waking a task for
+        each token, until it leaves some or none. What it raises, this raises.
+        """
         if len(self._events) > TAKE_EVENTS:  # a reader that was held up must not hold up others
             await asyncio.sleep(0)
-        while not self._events:
-            if self._error is not None:
-                raise self._error
+        if not self._events and self._error is None:
+            self._taker = taker
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            try:
+                await self._waiter
+            finally:
+                self._taker = self._waiter = None
+        if self._error is not None:
+            raise self._error
         events, self._events = self._events[:TAKE_EVENTS], self._events[TAKE_EVENTS:]
         return events
 
@@ -96,9 +112,20 @@ class Call:
             self.fail(errors.reads_too_slowly(self._room))
 
     def wake(self) -> None:
-        """Let `next` return."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """Hand the events to the taker, or let `next` return."""
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._taker is not None and self._events:
+            events, self._events = self._events, []
+            try:
+                left = self._taker(events)
+            except Exception as error:
+                self.fail(error)
+                return
+            if left is None:
+                return
+            self._events = left
+        self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """End the call: what still runs is aborted and `next` raises `error` at once."""
@@ -224,24 +251,38 @@ class EngineClient:
             self._socket.send(self._encode(message), zmq.NOBLOCK)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        """Take what has arrived, up to EVENTS_A_TURN events, then let each call have its own."""
         while True:
-            payload = await socket.recv()
-            try:
-                message = self._decode(payload)
-            except msgspec.DecodeError:
-                log.error("undecodable message of %d bytes from the engine", len(payload))
-                self.fail_all(errors.internal("the engine sent what can't be read"))
-                continue
-            self._silence.heard(message)
-            match message:
-                case Events():
-                    self._deliver(message)
-                case Rejected():
-                    self._reject(message)
-                case Ready():
-                    self._on_ready(message)
-                case _:  # Compiling has been heard; of Fatal the supervisor tells
-                    pass
+            touched: dict[Call, None] = {}
+            payload: bytes | None = await socket.recv()
+            events = 0
+            while payload is not None:
+                events += self._handle(payload, touched)
+                payload = await _next_if_there(socket) if events < EVENTS_A_TURN else None
+            for call in touched:
+                call.wake()
+            await asyncio.sleep(0)
+
+    def _handle(self, payload: bytes, touched: dict[Call, None]) -> int:
+        """Take one message; the number of its events, whose calls are added to `touched`."""
+        try:
+            message = self._decode(payload)
+        except msgspec.DecodeError:
+            log.error("undecodable message of %d bytes from the engine", len(payload))
+            self.fail_all(errors.internal("the engine sent what can't be read"))
+            return 0
+        self._silence.heard(message)
+        match message:
+            case Events():
+                self._deliver(message, touched)
+                return len(message.events)
+            case Rejected():
+                self._reject(message)
+            case Ready():
+                self._on_ready(message)
+            case _:  # Compiling has been heard; of Fatal the supervisor tells
+                pass
+        return 0
 
     def _on_ready(self, message: Ready) -> None:
         self.ready = message
@@ -249,10 +290,9 @@ class EngineClient:
         for call in self._open_calls():
             self._send(add(call.requests))
 
-    def _deliver(self, message: Events) -> None:
+    def _deliver(self, message: Events, touched: dict[Call, None]) -> None:
         if message.stats is not None:
             self.stats = message.stats
-        touched: set[Call] = set()
         for event in message.events:
             call = self._calls.get(event.request_id)
             if call is None:
@@ -260,9 +300,7 @@ class EngineClient:
             if event.finish_reason is not None:
                 del self._calls[event.request_id]
             call.put(event)
-            touched.add(call)
-        for call in touched:
-            call.wake()
+            touched[call] = None
 
     def _reject(self, message: Rejected) -> None:
         if not message.request_ids:
@@ -274,6 +312,14 @@ class EngineClient:
             if call is not None:
                 call.open.clear()
                 call.fail(_refusal(message))
+
+
+async def _next_if_there(socket: zmq.asyncio.Socket) -> bytes | None:
+    """The next message if it has arrived; waits for nothing."""
+    try:
+        return await socket.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
 
 
 def _refusal(message: Rejected) -> ApiError:

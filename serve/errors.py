@@ -1,9 +1,12 @@
 """Failures as the OpenAI API words them: {"error": {message, type, param, code}}."""
 
+import asyncio
 from math import ceil
 from typing import Any
 
 import msgspec
+
+from octavo.serve.types import FINISH_ABORT, FINISH_ERROR
 
 CORE_DEAD = "the engine process has ended"
 
@@ -135,3 +138,11 @@ def unavailable(message: str, retry_after: int = 5) -> ApiError:
 def internal(message: str) -> ApiError:
     """500: our fault."""
     return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def finish_of(error: BaseException) -> str | None:
+    """How samples ended that still ran at `error`; None if the engine had not taken them."""
+    if isinstance(error, ApiError) and error.status != 408:
+        return FINISH_ERROR if error.status >= 500 else None
+    expected = ApiError | ClientGone | asyncio.CancelledError | GeneratorExit
+    return FINISH_ABORT if isinstance(error, expected) else FINISH_ERROR

@@ -1,23 +1,24 @@
 """One generating HTTP request: its samples, from engine events to answer objects or SSE bytes."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from octavo.serve import responses
+from octavo.serve import errors, responses
 from octavo.serve.client import Call, EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.echo import echo_pieces
-from octavo.serve.errors import ApiError, ClientGone
+from octavo.serve.errors import ApiError
+from octavo.serve.http_bounds import DirectWriter
 from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
 from octavo.serve.prompts import Prompt
 from octavo.serve.structured import Structured, failure
 from octavo.serve.timing import SampleTimes, Visit
-from octavo.serve.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
+from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Generation:
         try:
             yield
         except BaseException as error:
-            reason = _ended_by(error)
+            reason = errors.finish_of(error)
             for choice in self._running.values() if reason else ():
                 self._settle(choice, reason or "")
             self._running.clear()
@@ -161,11 +162,17 @@ class Generation:
                 raise failure(failed[0], self._wanted.structured)
         return events
 
-    async def stream(self, events: list[TokenEvent]) -> AsyncIterator[bytes]:
-        """SSE bytes, starting with `events`; what is ready together is yielded together."""
+    async def stream(
+        self, events: list[TokenEvent], writer: DirectWriter | None = None
+    ) -> AsyncIterator[bytes]:
+        """SSE bytes, starting with `events`; what is ready together is yielded together.
+
+        With a writer, what the samples gain while this waits for news goes straight there.
+        """
         assert self.call is not None
         if opening := self._opening():
             yield opening
+        taker = None if writer is None else partial(self._write_at_once, writer)
         with self._accounted():
             while self._running:
                 body, error = self._render_all(events)
@@ -174,8 +181,19 @@ class Generation:
                 if error is not None:
                     raise error
                 if self._running:
-                    events = await self.call.next()
+                    events = await self.call.next(taker)
         yield self._closing()
+
+    def _write_at_once(
+        self, writer: DirectWriter, events: list[TokenEvent]
+    ) -> list[TokenEvent] | None:
+        """As `client.Taker`; an end, or a client that is behind, is left to `stream`."""
+        if not writer.ready or any(event.finish_reason is not None for event in events):
+            return events
+        body, _ = self._render_all(events)
+        if body:
+            writer.write(body)
+        return None if self._running else []
 
     def _opening(self) -> bytes:
         """What a stream says before the first news: of choices that want no token, all."""
@@ -376,11 +394,3 @@ class Generation:
                 self._table,
             )
         return extras
-
-
-def _ended_by(error: BaseException) -> str | None:
-    """How samples ended that still ran at `error`; None if the engine had not taken them."""
-    if isinstance(error, ApiError) and error.status != 408:
-        return FINISH_ERROR if error.status >= 500 else None
-    expected = ApiError | ClientGone | asyncio.CancelledError | GeneratorExit
-    return FINISH_ABORT if isinstance(error, expected) else FINISH_ERROR

@@ -1,0 +1,205 @@
+"""Streams written as tokens arrive: the same bytes as through the long way, and nothing lost."""
+
+import asyncio
+import json
+import socket
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mock_engine import UNSPEAKABLE, ByteTokenizer
+from mock_server import running
+
+from octavo.sampling.params import SamplingParams
+from octavo.serve import client as client_module
+from octavo.serve.client import EngineClient
+from octavo.serve.detokenize import TokenTable
+from octavo.serve.generation import Generation, Wanted
+from octavo.serve.metrics import Recorder
+from octavo.serve.prompts import Prompt
+from octavo.serve.responses import Identity
+from octavo.serve.types import Request, TokenEvent
+from octavo.serve.wire import Abort, Events, ToCore
+
+IDS = ("r0", "r1")
+
+
+class Wire:
+    """The engine's end of the connection: hands messages out, keeps what it is sent."""
+
+    def __init__(self):
+        self.messages, self.sent = asyncio.Queue(), []
+
+    async def recv(self, flags=0):
+        if flags & zmq.NOBLOCK and self.messages.empty():
+            raise zmq.Again
+        return await self.messages.get()
+
+    def send(self, payload, flags):
+        self.sent.append(payload)
+
+    def put(self, *events):
+        self.messages.put_nowait(msgspec.msgpack.encode(Events(list(events))))
+
+
+class Writer:
+    """Ready as it is told, in turns."""
+
+    def __init__(self, out, ready):
+        self.out, self.turns, self.used = out, list(ready), False
+
+    @property
+    def ready(self):
+        return self.turns.pop(0) if self.turns else True
+
+    def write(self, body):
+        assert body
+        self.used = True
+        self.out.append(body)
+
+
+def job_on(client, **fields):
+    """Two greedy samples."""
+    table = TokenTable(ByteTokenizer())
+    made = Generation(client, Recorder(), table, Identity("x", 1, "mock", "fp"), Wanted())
+    for i in IDS:
+        made.add(Prompt((97,)), Request(i, (97,), SamplingParams(max_tokens=99, **fields)))
+    return made
+
+
+async def streamed(groups, ready=None, **fields):
+    """What a client gets of messages that arrive in turn, how it ended, and what was aborted."""
+    client, wire, out = EngineClient(b"api"), Wire(), []
+    client.up, client._socket = True, wire
+    reader = asyncio.create_task(client._read(wire))
+    job = job_on(client, **fields)
+    job.start()
+
+    async def follow():
+        writer = None if ready is None else Writer(out, ready)
+        async for body in job.stream(await job.first_events(), writer):
+            out.append(body)
+            await asyncio.sleep(0)
+        assert ready != () or writer.used
+
+    following = asyncio.create_task(follow())
+    for group in groups:
+        wire.put(*group)
+        for _ in range(4):
+            await asyncio.sleep(0)
+    (ended,) = await asyncio.gather(asyncio.wait_for(following, 5), return_exceptions=True)
+    reader.cancel()
+    sent = [msgspec.msgpack.decode(one, type=ToCore) for one in wire.sent]
+    aborted = [i for message in sent if isinstance(message, Abort) for i in message.request_ids]
+    return b"".join(out), repr(ended), aborted
+
+
+def plain(text):
+    """The events of a text as both samples' tokens, one at a time."""
+    return [TokenEvent(i, (byte,)) for byte in text.encode() for i in IDS]
+
+
+def last(text):
+    return [TokenEvent(i, (ord(text),), finish_reason="length") for i in IDS]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_bytes_are_the_same_however_they_go_out(data):
+    events = [*plain(data.draw(st.text(max_size=12))), *last("z")]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(events)), max_size=8)) | {len(events)})
+    groups = [events[a:b] for a, b in zip([0, *cuts], cuts)]
+    ready = data.draw(st.lists(st.booleans(), max_size=20))
+    stop = data.draw(st.sampled_from([(), ("\u00e9",), ("ab", "z")]))
+    long_way = asyncio.run(streamed(groups, stop=stop))
+    assert asyncio.run(streamed(groups, ready, stop=stop)) == long_way
+    assert long_way[0].endswith(b"data: [DONE]\n\n")
+
+
+def test_a_stop_string_ends_its_sample_without_news_of_its_end():
+    groups = [plain("ab"), plain("cd"), [TokenEvent("r0", (ord("e"),))]]
+    body, ended, aborted = asyncio.run(streamed(groups, ready=(), stop=("cd",)))
+    assert (ended, sorted(aborted)) == ("None", ["r0", "r1"])
+    assert body.count(b'"finish_reason":"stop"') == 2
+    assert b'"text":"b"' in body
+    assert b'"text":"c"' not in body
+
+
+def test_a_bug_while_a_token_is_written_fails_its_request_alone():
+    groups = [plain("ab"), [TokenEvent("r0", (UNSPEAKABLE,))], plain("c")]
+    body, ended, aborted = asyncio.run(streamed(groups, ready=()))
+    assert "detokenise fault" in ended
+    assert sorted(aborted) == ["r0", "r1"]
+    assert b'"text":"c"' not in body
+
+
+def test_an_engine_that_never_stops_talking_leaves_time_for_the_rest(monkeypatch):
+    monkeypatch.setattr(client_module, "EVENTS_A_TURN", 10)
+
+    async def flood():
+        client, wire = EngineClient(b"api"), Wire()
+        for _ in range(100):
+            wire.put(*plain("ab"))
+        reader = asyncio.create_task(client._read(wire))
+        turns = 0
+        while not wire.messages.empty():
+            await asyncio.sleep(0)
+            turns += 1
+        reader.cancel()
+        return turns
+
+    assert asyncio.run(flood()) >= 100 // 3
+
+
+# Over a socket
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as it:
+        yield it
+
+
+def post(**fields):
+    body = json.dumps({"prompt": "ab", "max_tokens": 40, "temperature": 0, "stream": True} | fields)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + body).encode()
+
+
+def chunks(data):
+    """The body of the first chunked answer in `data`, each chunk checked, and what follows it."""
+    head, _, rest = data.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+    out = []
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        piece, end, rest = rest[: int(size, 16)], *rest[int(size, 16) :].partition(b"\r\n")[1:]
+        assert end == b"\r\n"
+        if not piece:
+            return b"".join(out), rest
+        assert piece.endswith(b"\n\n")
+        out.append(piece)
+
+
+def test_pipelined_streams_come_whole_and_in_order(server):
+    sent = post(prompt="ab") + post(prompt="cd<|slow|>") + post(prompt="ef")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(sent)
+        data = b""
+        while data.count(b"data: [DONE]\n\n\r\n0\r\n\r\n") < 3:
+            piece = raw.recv(1 << 16)
+            assert piece, data
+            data += piece
+    for letters in ("ab", "cd", "ef"):
+        body, data = chunks(data)
+        events = [json.loads(e[6:]) for e in body.split(b"\n\n")[:-2]]
+        text = "".join(choice["text"] for event in events for choice in event["choices"])
+        assert text.startswith(letters * 5)
+    assert not data
+
+
+def test_one_event_a_token(server):
+    events = server.stream("/v1/completions", {"prompt": "ab", "max_tokens": 40, "temperature": 0})
+    assert [e["choices"][0]["text"] for e in events[:-1]] == list("ab" * 20)
