@@ -2,6 +2,7 @@
 
 from octavo.serve.answer_parser import AnswerEvent, AnswerParser, ContentDelta, ReasoningDelta
 from octavo.serve.reasoning import ThinkParser
+from octavo.serve.required_calls import RequiredCalls
 
 
 class AnswerSplitter:
@@ -10,7 +11,7 @@ class AnswerSplitter:
     def __init__(
         self,
         think: ThinkParser | None,
-        tools: AnswerParser | None,
+        tools: AnswerParser | RequiredCalls | None,
         *,
         keep_reasoning: bool = True,
     ) -> None:

@@ -12,6 +12,7 @@ from octavo.serve.errors import invalid
 from octavo.serve.prompts import Tokenizer
 from octavo.serve.reasoning import OPEN as THINK
 from octavo.serve.reasoning import ThinkParser
+from octavo.serve.required_calls import RequiredCalls
 from octavo.serve.tool_formats import (
     ForcedCallParser,
     HermesParser,
@@ -140,21 +141,27 @@ def answer_plan(
     return AnswerPlan(shown, grammar, bool(use and use.forced), reasoning, splitter)
 
 
-def _tool_parser(name: str | None, use: ToolUse) -> Callable[[], AnswerParser]:
+def _tool_parser(
+    name: str | None, use: ToolUse
+) -> Callable[[], AnswerParser] | Callable[[], RequiredCalls]:
     if use.forced is not None:
         forced = use.forced
         make_id = short_call_id if name == "mistral" else new_call_id
         return lambda: ForcedCallParser(forced, make_id)
     limit = None if use.parallel else 1
     if use.required:
-        name = _required_format(name)
-        if name == "mistral":
-            return lambda: MistralParser(use.schemas, max_calls=limit, announced=True)
+        return lambda: RequiredCalls(_required_parser(_required_format(name), use, limit))
     if name is None:
         message = "tools: how this model calls tools is not known; see the setting tool_parser"
         raise invalid(message, "tools")
     kind = _PARSERS[name]
     return lambda: kind(use.schemas, max_calls=limit)
+
+
+def _required_parser(name: str, use: ToolUse, limit: int | None) -> AnswerParser:
+    if name == "mistral":
+        return MistralParser(use.schemas, max_calls=limit, announced=True)
+    return _PARSERS[name](use.schemas, max_calls=limit)
 
 
 def _required_format(name: str | None) -> str:

@@ -143,7 +143,7 @@ class MessagesGeneration(SplitGeneration):
 
     def _stop(self) -> tuple[str, str | None]:
         choice, answer = self.choices[0], self._answers[0]
-        if choice.finish_reason == FINISH_LENGTH:
+        if answer.finish_reason == FINISH_LENGTH:
             return "max_tokens", None
         if answer.splitter.calls:
             return "tool_use", None

@@ -20,7 +20,7 @@ from octavo.serve.output import Delta
 from octavo.serve.prompts import Prompt
 from octavo.serve.responses import Identity
 from octavo.serve.timing import Visit
-from octavo.serve.types import FINISH_STOP, Request, TokenEvent
+from octavo.serve.types import FINISH_LENGTH, FINISH_STOP, Request, TokenEvent
 
 FINISH_TOOL_CALLS = "tool_calls"
 
@@ -70,7 +70,7 @@ class SplitGeneration(Generation):
         events = answer.splitter.push(delta.text, last=delta.finish_reason is not None)
         answer.reasoning_tokens += inside or answer.splitter.reasoning
         reason = delta.finish_reason
-        if reason is None and answer.splitter.done:
+        if answer.splitter.done and reason in (None, FINISH_LENGTH):
             self._end(choice)
             reason = FINISH_STOP
         called = answer.splitter.calls > 0 and not self._plan.forced

@@ -118,9 +118,11 @@ def test_a_named_function_gets_the_whole_answer(srv):
     message, reason, _ = joined(srv.stream("/v1/chat/completions", fields))
     assert message["tool_calls"][0]["function"] == call["function"]
     assert reason == "stop"
-    required = once("q", tools=[tool()], tool_choice="required", stop="\n")
+    required = once("q", tools=[tool()], tool_choice="required", max_tokens=16, logprobs=True)
     (choice,) = srv.good(srv.post("/v1/chat/completions", required))["choices"]
-    assert choice["message"]["content"].startswith("lark start: call")
+    assert "".join(t["token"] for t in choice["logprobs"]["content"]) == "lark start: call"
+    assert choice["message"]["content"] == ""
+    assert choice["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": [tool("g")]}])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.serve.answer_parser import CallArguments, CallStart, ContentDelta, ReasoningDelta
 from octavo.serve.reasoning import ThinkParser, ends_in_reasoning
+from octavo.serve.required_calls import RequiredCalls
 from octavo.serve.tool_formats import (
     ForcedCallParser,
     HermesParser,
@@ -266,3 +267,25 @@ def test_calls_come_back_as_they_were_made(kind, arguments, ascii_only, data):
         return
     content, _, calls = run(PARSERS[kind](NAMES), text)
     assert (content, [json.loads(a) for _, a in calls]) == ("", arguments)
+
+
+FEW = st.sampled_from(['{"a": 1}', '{"a": 12}', '{"a": 1, "b": {}}', "{}"])
+POINTS = st.lists(st.integers(0, 400), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(FEW, min_size=1, max_size=5), st.integers(0, 400), POINTS)
+def test_required_calls_end_where_one_repeats_however_they_are_cut(arguments, length, points):
+    repeat = next((i for i, one in enumerate(arguments) if one in arguments[:i]), None)
+    text = "\n".join(H % one for one in arguments)[:length]
+    parser = RequiredCalls(HermesParser(NAMES))
+    content, _, calls = run(parser, cut(text, points))
+    assert content == ""
+    assert parser.calls == len(calls)
+    said = "\n".join(H % one for one in arguments[: repeat and repeat + 1])
+    if repeat is not None and len(text) >= len(said.removesuffix("}\n</tool_call>")):
+        assert parser.done
+        assert calls == [["f", one] for one in arguments[:repeat]]
+    else:
+        assert not parser.done
+        assert calls == whole("hermes", text)[2]
