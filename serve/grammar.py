@@ -12,6 +12,7 @@ import numpy as np
 
 from octavo.sampling.pack import mask_words
 from octavo.serve.grammar_compile import GrammarCompiler, GrammarError, Job, reason, settle
+from octavo.serve.panics import panics_are_errors
 from octavo.serve.types import Grammar, Request, RowResult, ScheduledBatch
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class Grammars:
             if row.samples and row.request_id in self._matchers
         ]
         if todo:
-            fill_next_token_bitmask_par(self._executor, todo, mask.view(np.int32))
+            with panics_are_errors("the grammar library"):
+                fill_next_token_bitmask_par(self._executor, todo, mask.view(np.int32))
             self._let_all_eos(mask, [index for _, index in todo])
         for matcher, index in todo:
             if matcher.is_error():
@@ -130,8 +132,9 @@ class Grammars:
         failure = self._failures.get(request.request_id)
         if failure is None and token in request.stop_ids:
             return
-        if failure is None and not matcher.consume_token(token):
-            failure = reason(matcher)
+        with panics_are_errors("the grammar library"):
+            if failure is None and not matcher.consume_token(token):
+                failure = reason(matcher)
         if failure is not None:
             result.error, result.invalid = f"grammar: {failure}", True
             return

@@ -18,6 +18,7 @@ from octavo.model.checkpoint.gguf import find_gguf
 from octavo.model.checkpoint.gguf_file import GgufFile
 from octavo.serve.chat_messages import CUT_MARK, prepare_messages
 from octavo.serve.chat_template import ChatTemplateError, render_template
+from octavo.serve.panics import panics_are_errors
 from octavo.serve.tokenizer_gguf import build_tokenizer, default_bos
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -80,7 +81,8 @@ class Tokenizer:
         ValueError for text that is not valid Unicode (a lone surrogate).
         """
         try:
-            ids = self.backend.encode(text, add_special_tokens=False).ids
+            with panics_are_errors("the tokenizer"):
+                ids = self.backend.encode(text, add_special_tokens=False).ids
         except TypeError:  # what tokenizers says of a str that has no UTF-8 form
             raise ValueError("text is not valid Unicode: it has a lone surrogate") from None
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
@@ -88,7 +90,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary have none. ValueError for a negative id."""
         try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with panics_are_errors("the tokenizer"):
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except OverflowError:
             raise ValueError("token ids must be in [0, 2**32)") from None
 

@@ -235,6 +235,7 @@ STAGES = {
     "pack": ["octavo.serve.batch.pack_forward", "octavo.serve.batch.pack_decode"],
     "compile": ["octavo.serve.compile.Programs.get"],
     "dispatch": ["octavo.serve.runner.Runner.dispatch"],
+    "sample": ["octavo.serve.runner.Runner.sample"],
     "read": ["octavo.serve.inflight.InFlight.read"],
     "commit": ["octavo.serve.scheduler.Scheduler.commit"],
 }
@@ -243,7 +244,8 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_step_fails_what_was_running_and_keeps_what_waits(monkeypatch, stage):
     engine = tiny_engine(max_num_seqs=2)
-    requests = [Request(f"r{i}", (5, 6, 7 + i), greedy(20)) for i in range(5)]
+    params = greedy(20, logprobs=1 if stage == "sample" else None)  # those are drawn on their own
+    requests = [Request(f"r{i}", (5, 6, 7 + i), params) for i in range(5)]
     expected, _ = run(engine, requests)
     for request in requests:
         engine.add(request)

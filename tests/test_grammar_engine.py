@@ -323,6 +323,60 @@ def test_an_abort_while_running_and_a_recovery_leave_nothing(alone):
     assert run(engine, requests())[0] == alone
 
 
+class PanicException(BaseException):
+    """As pyo3 raises it."""
+
+
+STAGES = {
+    "forward": "octavo.serve.runner.Runner.forward",
+    "mask": "octavo.serve.grammar.Grammars.masks",
+    "mask panic": "llguidance.numpy.fill_next_token_bitmask_par",
+    "sample": "octavo.serve.runner.Runner.sample",
+    "follow": "octavo.serve.grammar.Grammars.advance",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_stage_fails_what_was_running_and_keeps_what_waits(alone, monkeypatch, stage):
+    engine = tiny_engine(eos_ids=(EOS,), max_num_seqs=2)
+    for request in requests():
+        engine.add(request)
+    while engine.stats().running < 2:
+        engine.step()
+    raised = PanicException("a bug") if "panic" in stage else ZeroDivisionError("a bug")
+
+    def fail(*args, **kwargs):
+        raise raised
+
+    with monkeypatch.context() as patch:
+        patch.setattr(STAGES[stage], fail)
+        with pytest.raises((ZeroDivisionError, RuntimeError), match="a bug"):
+            engine.step()
+    failed = {event.request_id for event in engine.recover("the step failed")}
+    assert len(failed) == 2
+    tokens, _ = drain(engine)
+    assert tokens == {id_: ids for id_, ids in alone.items() if id_ not in failed}
+    assert not engine.grammars._matchers
+    check_pages_free(engine)
+    assert run(engine, requests())[0] == alone
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), PanicException("a bug")])
+def test_a_bug_in_a_compile_ends_its_request_alone(alone, monkeypatch, error):
+    def fail(*args):
+        raise error
+
+    engine = tiny_engine(eos_ids=(EOS,))
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_compile, "compile_grammar", fail)
+        engine.add(Request("bad", (5, 6), sampled(1), grammar=Grammar.choice(["no"])))
+        _, last = run(engine, [r for r in requests() if r.grammar is None])
+    assert last["bad"].finish_reason == FINISH_ERROR
+    assert last["bad"].error == f"{type(error).__name__}: a bug"
+    assert run(engine, requests())[0] == alone
+    check_pages_free(engine)
+
+
 def test_ignore_eos_and_a_grammar_exclude_each_other():
     engine = tiny_engine(eos_ids=(EOS,))
     request = replace(requests()[0], params=sampled(1, ignore_eos=True))

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,20 @@ def test_a_hung_engine_is_reported_then_restarted(server):
     assert status == 500
     assert "hangs" in body["error"]["message"]
     server.wait(lambda: server.status() == "ready")
+
+
+def test_a_server_that_stood_still_itself_blames_no_engine(server):
+    """A machine that is suspended, or a clock that jumps ahead: both sides fall silent."""
+    before, old = restarts(server), server.core_pid()
+    answer = in_background(server, prompt="ab<|slow|>", max_tokens=40)
+    server.wait(lambda: not server.idle())
+    for pid in (server.process.pid, old):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.5)  # a hang is a second's silence
+    for pid in (server.process.pid, old):
+        os.kill(pid, signal.SIGCONT)
+    assert server.good(answer())["usage"]["completion_tokens"] == 40
+    assert (restarts(server), server.core_pid()) == (before, old)
 
 
 def test_a_compile_longer_than_the_watchdog_is_no_hang(server):

@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -334,3 +335,19 @@ def test_save_gives_the_same_tokenizer(tmp_path, tiny):
         assert again.templates == tokenizer.templates
         assert again.bos_id == tokenizer.bos_id
         assert np.isin(again.eos_ids, tokenizer.eos_ids).all()
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it."""
+
+
+def test_a_panic_of_the_library_is_an_ordinary_error(monkeypatch):
+    tokenizer = load_tokenizer(TINY)
+
+    def panic(*args, **kwargs):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(tokenizer, "backend", SimpleNamespace(encode=panic, decode=panic))
+    for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([5])):
+        with pytest.raises(RuntimeError, match="tokenizer failed: index out of bounds"):
+            call()
