@@ -29,6 +29,7 @@ from octavo.bench.report import Results, flag_values, percentile, rounded
 from octavo.bench.workload import DEFAULT, load, random_prompts
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.configfile import LoadedConfig
+from octavo.serve.flags import UsageError
 
 DEFAULTS: dict[str, Any] = {
     "model": "configs/shapes/llama3_8b",
@@ -78,7 +79,7 @@ def command(what: str) -> Callable[[LoadedConfig, flags.FlagValues, list[str]], 
     def run(config: LoadedConfig, values: flags.FlagValues, more: list[str]) -> int:
         unknown = sorted(set(more) - set(MEASURES))
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is none of {', '.join(MEASURES)}")
+            raise UsageError(f"{unknown[0]!r} is none of {', '.join(MEASURES)}")
         bench = EngineBench(settings(config, values), values)
         for name in (what, *more):
             MEASURES[name](bench)
@@ -284,7 +285,7 @@ MEASURES: dict[str, Callable[[EngineBench], None]] = {
 def run_context(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
     """`octavo bench context`: a model with as many positions as the prompt needs."""
     if rest:
-        raise ValueError(f"bench context takes no arguments besides flags, got {rest}")
+        raise UsageError(f"bench context takes no arguments besides flags, got {rest}")
     flag = flag_values(values)
     needed = flag["tokens"] + flag["generated"]
     engine = replace(settings(config, values), max_num_seqs=1, max_model_len=needed)

@@ -8,6 +8,7 @@ from typing import Any
 from absl import flags
 
 from octavo.bench.report import flag_values
+from octavo.serve.flags import UsageError
 
 HELP = """[NAME ...] [-- flags of the script]
 
@@ -28,7 +29,7 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     names = [word for word in rest if not word.startswith("-")] or list(KERNELS)
     unknown = sorted(set(names) - set(KERNELS))
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(KERNELS)}")
+        raise UsageError(f"{unknown[0]!r} is none of {', '.join(KERNELS)}")
     options = [word for word in rest if word.startswith("-")]
     for name in names:
         command = [sys.executable, "-m", f"octavo.bench.{KERNELS[name]}", *options]

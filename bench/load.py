@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from octavo.bench.sse_client import Connection, Exchange
 from octavo.bench.workload import Asked
+from octavo.serve.flags import UsageError
 
 LEAD_SECONDS = 0.3
 """Between the order to start and the first request, so that every process is ready."""
@@ -34,10 +35,10 @@ class Target:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port; ValueError unless the URL is http://host[:port]."""
+        """Host and port; UsageError unless the URL is http://host[:port]."""
         parts = urlsplit(self.url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"url must be http://host:port, not {self.url!r}")
+            raise UsageError(f"url must be http://host:port, not {self.url!r}")
         return parts.hostname, parts.port or 80
 
     def payload(self, asked: Asked) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from absl import flags
 
 from octavo.bench.report import flag_values
+from octavo.serve.flags import UsageError
 
 HELP = """[--flags]
 
@@ -35,7 +36,7 @@ def define(values: flags.FlagValues) -> None:
 def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     """Draw what can be drawn; 1 if nothing can."""
     if rest:
-        raise ValueError(f"bench plots takes no arguments besides flags, got {rest}")
+        raise UsageError(f"bench plots takes no arguments besides flags, got {rest}")
     flag = flag_values(values)
     rows = [row for row in read(Path(flag["results"])) if flag["device"] in row.get("device", "")]
     drawn = draw(rows, Path(flag["out"]))

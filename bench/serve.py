@@ -22,6 +22,7 @@ from octavo.bench.load import Outcome, Target, run_load
 from octavo.bench.report import Results, flag_values, rounded, spread
 from octavo.bench.sse_client import Exchange
 from octavo.bench.workload import DEFAULT, Workload, load
+from octavo.serve.flags import UsageError
 
 COLUMNS = (
     *("rate", "concurrency", "requests", "failed", "out_tok_s", "goodput_req_s"),
@@ -73,7 +74,7 @@ def define(values: flags.FlagValues) -> None:
 def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     """Measure; exit code 1 when a run had no answer at all."""
     if rest:
-        raise ValueError(f"bench serve takes no arguments besides flags, got {rest}")
+        raise UsageError(f"bench serve takes no arguments besides flags, got {rest}")
     flag = flag_values(values)
     target = Target(
         flag["url"],
@@ -86,7 +87,7 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     rates = [_positive("rates", item) for item in flag["rates"]]
     crowds = [int(_positive("concurrency", item)) for item in flag["concurrency"]]
     if not rates and not crowds:
-        raise ValueError("bench serve needs --rates or --concurrency")
+        raise UsageError("bench serve needs --rates or --concurrency")
     workload = load(flag["workload"], flag["seed"])
     server = reach(target, flag["wait"])
     results = Results(flag["out"], flag["date"], label=flag["label"], server=server)
@@ -100,9 +101,12 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise ValueError(f"extra must be a JSON object, not {text!r}")
+        raise UsageError(f"extra must be a JSON object, not {text!r}")
     return value
 
 
@@ -112,7 +116,7 @@ def _positive(name: str, text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e6 or (name == "concurrency" and value != int(value)):
-        raise ValueError(f"{name} must be positive numbers, not {text!r}")
+        raise UsageError(f"{name} must be positive numbers, not {text!r}")
     return value
 
 

@@ -29,6 +29,7 @@ from octavo.bench.clock_engine import ages_of
 from octavo.bench.clock_server import ServerTree, running
 from octavo.bench.report import Results, flag_values, percentile, rounded
 from octavo.serve.api import loop_factory
+from octavo.serve.flags import UsageError
 
 STAGES = ("throughput", "latency", "memory")
 COLUMNS = ("what", "streams", "tok_s", "age_ms_p50", "age_ms_p99", "mib_per_1000", "bar")
@@ -77,7 +78,7 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     """Measure; exit code 1 when a bar is missed."""
     flag = flag_values(values)
     if rest or not set(flag["stages"]) <= set(STAGES):
-        raise ValueError(f"stages must be of {', '.join(STAGES)}, not {rest or flag['stages']}")
+        raise UsageError(f"stages must be of {', '.join(STAGES)}, not {rest or flag['stages']}")
     results = Results(
         flag["out"],
         flag["date"],

@@ -24,6 +24,7 @@ from absl import flags
 import octavo.serve
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.bench.report import Results, flag_values, hardware
+from octavo.serve.flags import UsageError
 
 LIMIT_SECONDS = 540
 READY_SECONDS = 300
@@ -80,7 +81,7 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     only, known = flag["only"], [stage.name for stage in STAGES]
     unknown = sorted(set(only) - set(known))
     if rest or unknown:
-        raise ValueError(f"--only: {(rest or unknown)[0]!r} is none of {', '.join(known)}")
+        raise UsageError(f"--only: {(rest or unknown)[0]!r} is none of {', '.join(known)}")
     if flag["list"]:
         print("\n".join(f"{stage.name:<12}{' '.join(stage.args)}" for stage in STAGES))
         return 0

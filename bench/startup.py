@@ -28,6 +28,7 @@ from octavo.bench import engine as engine_bench
 from octavo.bench.report import Results, flag_values, rounded
 from octavo.serve.config import EngineConfig
 from octavo.serve.configfile import LoadedConfig
+from octavo.serve.flags import UsageError
 
 STAGES = ("import", "device", "weights", "sizes", "programs", "first")
 HELP = """[--flags]
@@ -54,7 +55,7 @@ def run(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
     flag = flag_values(values)
     starts = flag["starts"]
     if rest or not set(starts) <= {"cold", "warm"}:
-        raise ValueError(f"starts must be cold or warm, not {rest or starts}")
+        raise UsageError(f"starts must be cold or warm, not {rest or starts}")
     engine = engine_bench.settings(config, values)
     results = Results(
         flag["out"],

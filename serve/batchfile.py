@@ -15,6 +15,7 @@ URLS = (
     "/v1/score",
 )
 MAX_CUSTOM_ID = 512
+RESULT_START = b'{"id":"batch_req_'
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,12 @@ def resume(path: Path) -> set[str | int]:
     whole = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n"):
+            whole_line = raw.endswith(b"\n")
+            if not whole_line and raw.startswith(RESULT_START[: len(raw)]):
                 break
             try:
+                if not whole_line:
+                    raise msgspec.DecodeError("no line break, and not the start of a result")
                 result = msgspec.json.decode(raw, type=_Result)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is no batch result: {error}") from None

@@ -1,5 +1,6 @@
 """The terminal conversation: streaming, history, and a few slash commands."""
 
+import contextlib
 import sys
 import time
 from typing import Any, TextIO
@@ -78,6 +79,8 @@ class Chat:
     def repl(self) -> int:
         """Read messages until end of input."""
         print(f"{self.llm.config.model}: /help lists commands", file=self._out)
+        if sys.stdin.isatty():
+            _edit_lines()
         while True:
             try:
                 line = input("> ").strip()
@@ -122,3 +125,9 @@ class Chat:
 
     def _has_system(self) -> bool:
         return bool(self.messages) and self.messages[0]["role"] == "system"
+
+
+def _edit_lines() -> None:
+    """Arrow keys, history and editing for `input`, where the library for it is there."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (importing it is all it takes)

@@ -11,9 +11,10 @@ from typing import Any
 
 from absl import flags
 
+from octavo.serve import cli_text
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.configfile import LoadedConfig
-from octavo.serve.flags import define_settings, parse_settings, settings_help
+from octavo.serve.flags import UsageError, define_settings, parse_settings, settings_help
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
@@ -39,7 +40,9 @@ octavo COMMAND --help lists a command's flags. Every one may also stand in a Pyt
 class Command:
     """One command: what it runs, the settings it takes, its own flags and help.
 
-    `extra` names the optional dependencies (octavo[extra]) that it needs.
+    Attributes:
+        extra: the optional dependencies (octavo[extra]) that it needs.
+        without: fields of the settings that mean nothing to it, so are no flags of it.
     """
 
     run: Callable[[LoadedConfig, flags.FlagValues, list[str]], int]
@@ -47,6 +50,7 @@ class Command:
     define: Callable[[flags.FlagValues], None]
     help: str
     extra: str = ""
+    without: frozenset[str] = frozenset()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +76,16 @@ def dispatch(program: str, commands: Mapping[str, Command], usage: str, args: li
         return 2
     name = f"{program} {args[0]}"
     if any(arg in ("-h", "--help") for arg in args[1:]):
-        print(f"usage: {name} {command.help}\n\n{settings_help(command.settings)}")
+        arguments, _, more = command.help.partition("\n")
+        settings = settings_help(command.settings, command.without)
+        print(f"usage: {name} {arguments}".rstrip(), f"{more}\n\n{settings}".rstrip(), sep="\n")
         return 0
     return _run(command, name, args)
 
 
 def _run(command: Command, name: str, args: list[str]) -> int:
     values = flags.FlagValues()
-    define_settings(values, command.settings)
+    define_settings(values, command.settings, command.without)
     command.define(values)
     try:
         rest = values(args)[1:]
@@ -90,6 +96,9 @@ def _run(command: Command, name: str, args: list[str]) -> int:
         return 2
     try:
         return command.run(config, values, rest)
+    except UsageError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader had enough; what is still buffered must not fail again
@@ -103,63 +112,16 @@ def _run(command: Command, name: str, args: list[str]) -> int:
     return 1
 
 
-def define_sampling(values: flags.FlagValues) -> None:
-    """Sampling flags of generate and chat."""
-    flags.DEFINE_integer("max_tokens", None, "tokens to generate", flag_values=values)
-    flags.DEFINE_float("temperature", None, "0 is greedy", flag_values=values)
-    flags.DEFINE_float("top_p", None, "nucleus mass", flag_values=values)
-    flags.DEFINE_integer("top_k", None, "keep the k likeliest", flag_values=values)
-    flags.DEFINE_integer("n", None, "samples of each prompt", flag_values=values)
-    flags.DEFINE_integer("sampling_seed", None, "seed of the draws", flag_values=values)
-    flags.DEFINE_string("system", None, "system message of a chat", flag_values=values)
+SERVE_HELP = """[--flags]
 
-
-SAMPLING_HELP = """[TEXT ...] [--flags]
-
-  --max_tokens           tokens to generate; default: 64 in generate, what the context holds in chat
-  --temperature          0 is greedy; default: what the model says, else 1
-  --top_p, --top_k       draw from the likeliest tokens only
-  --n                    samples of each prompt; 1 in chat
-  --sampling_seed        seed of the draws
-  --system               system message, in chat"""
-
-
-def sampling_fields(values: flags.FlagValues) -> dict[str, Any]:
-    """The sampling flags that were given."""
-    names = {"sampling_seed": "seed"}
-    wanted = ("max_tokens", "temperature", "top_p", "top_k", "n", "sampling_seed")
-    return {names.get(n, n): values[n].value for n in wanted if values[n].present}
-
-
-def generate(config: LoadedConfig, values: flags.FlagValues, prompts: list[str]) -> int:
-    """Complete each prompt (arguments, the config file's, or stdin) under each sampling."""
-    from octavo.llm import LLM
-
-    prompts = prompts or list(config.extra.get("prompts", ())) or [sys.stdin.read()]
-    llm = LLM(config=config.engine)
-    samplings = [dict(s) for s in config.extra.get("sampling", ())] or [{}]
-    for fields in samplings:
-        params = llm.default_params(**{"max_tokens": 64, **fields, **sampling_fields(values)})
-        for output in llm.generate(prompts, params):
-            for sample in output.outputs:
-                print(json.dumps({**fields, "prompt": output.prompt, **dataclasses.asdict(sample)}))
-    return 0
-
-
-def chat(config: LoadedConfig, values: flags.FlagValues, words: list[str]) -> int:
-    """The REPL, or one answer when a question is given."""
-    from octavo.serve.chat import Chat
-
-    talk = Chat(config.engine, values["system"].value, sampling_fields(values))
-    if words:
-        return talk.ask(" ".join(words))
-    return talk.repl()
+The OpenAI-compatible server. It answers until SIGTERM or Ctrl-C, then lets running requests end;
+a second Ctrl-C ends it at once."""
 
 
 def serve(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
     """The OpenAI-compatible server, until SIGTERM."""
     if rest:
-        raise ValueError(f"serve takes no arguments besides flags, got {rest}")
+        raise UsageError(f"serve takes no arguments besides flags, got {rest}")
     from octavo.serve.server import run
 
     return run(config.engine, config.server)
@@ -172,7 +134,7 @@ def batch(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> i
     from octavo.serve.offline import run_batch
 
     if len(paths) != 2:
-        raise ValueError("batch needs two files: octavo batch IN.jsonl OUT.jsonl")
+        raise UsageError("batch needs two files: octavo batch IN.jsonl OUT.jsonl")
     source, target = map(Path, paths)
     names = tuple(values["served_model_name"].value or ())
     at_once = int(values["at_once"].value or 1)
@@ -188,40 +150,21 @@ def _define_batch(values: flags.FlagValues) -> None:
 
 BATCH_HELP = """IN.jsonl OUT.jsonl [--flags]
 
+Answers the requests of IN.jsonl, a line each in the OpenAI batch format, and appends the results to
+OUT.jsonl. A run that was stopped goes on where it was.
+
   --served_model_name  names that the requests' model fields may have; default: the model's
   --at_once=512        requests in flight"""
-
-
-def score(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> int:
-    """Mean negative log-likelihood and perplexity of each text file."""
-    import numpy as np
-
-    from octavo.llm import LLM
-
-    if not paths:
-        raise ValueError("score needs at least one text file")
-    llm = LLM(config=config.engine)
-    for path in paths:
-        if llm.tokenizer is None:
-            raise ValueError(f"{config.engine.model} has no tokenizer: score reads text")
-        ids = llm.tokenizer.encode(Path(path).read_text(encoding="utf-8"))
-        if len(ids) < 2:
-            raise ValueError(f"{path} holds {len(ids)} tokens; score needs at least 2")
-        logits = llm.score(ids).astype(np.float64)[:-1]
-        top = logits.max(axis=1)
-        totals = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-        loss = float((totals - logits[np.arange(len(ids) - 1), ids[1:]]).mean())
-        report = {"file": path, "tokens": len(ids), "nll": loss, "perplexity": float(np.exp(loss))}
-        print(json.dumps(report))
-    return 0
 
 
 def convert(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> int:
     """Write --model to a folder, as Orbax (default) or Hugging Face safetensors."""
     if len(paths) != 1:
-        raise ValueError("convert needs one target folder: octavo convert --model=SOURCE TARGET")
+        raise UsageError("convert needs one target folder: octavo convert --model=SOURCE TARGET")
+    from octavo.model.checkpoint.orbax import require_free
     from octavo.serve import launch
 
+    require_free(Path(paths[0]))
     checkpoint = launch.load(config.engine, to_run=False)
     if values["to"].value == "hf":
         from octavo.model.checkpoint.export import export_hf
@@ -252,7 +195,7 @@ def build(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> in
     wanted = [name for name in ("list", "verify", "prune") if values[name].value]
     keep = values["keep"].value
     if rest or len(wanted) > 1 or (keep is not None and wanted != ["prune"]):
-        raise ValueError("build takes one of --list, --verify, --prune; --keep goes with --prune")
+        raise UsageError("build takes one of --list, --verify, --prune; --keep goes with --prune")
     if wanted == ["verify"]:
         lines, well = builder.check(config.engine)
         print("\n".join(lines))
@@ -276,6 +219,8 @@ def _define_build(values: flags.FlagValues) -> None:
 
 BUILD_HELP = """[--list | --verify | --prune [--keep=N]] [--flags]
 
+Compiles every program that serving with the same flags can need, so that no start waits for them.
+
   --list      the artefacts in artefact_dir: model, device, programs, size, age
   --verify    digests checked, programs loaded: which are stale, foreign, corrupt, and why
   --prune     remove those that this installation can't use
@@ -284,6 +229,8 @@ BUILD_HELP = """[--list | --verify | --prune [--keep=N]] [--flags]
 
 def env(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
     """Versions and devices; exit code 1 when something is wrong."""
+    if rest:
+        raise UsageError(f"env takes no arguments, got {rest}")
     from octavo.serve.env import report
 
     lines, problems = report()
@@ -299,16 +246,44 @@ def _define_convert(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("to", "orbax", ["orbax", "hf"], "target format", flag_values=values)
 
 
+CONVERT_HELP = """TARGET [--flags]
+
+Writes --model to the folder TARGET, which must be new or empty.
+
+  --to=orbax             orbax, or hf: a Hugging Face folder with safetensors"""
+
+ENV_HELP = """
+
+Versions, driver and devices, and what is wrong with them. Exit code 1 if anything is."""
+
 ENGINE = (EngineConfig,)
+QUEUE = frozenset(
+    {"ageing_seconds", "decode_wait_ms", "max_step_ms"}
+    | {"max_waiting", "max_waiting_tokens", "max_estimated_wait"}
+)
+"""What bounds and orders the waiting of a server's clients."""
+
+DRAWING = QUEUE | {"generation_config", "max_decode_steps", "overlap", "prefix_caching", "seed"}
+"""Settings of generation, which score does without."""
+
+RUNNING = frozenset(f.name for f in dataclasses.fields(EngineConfig)) - {
+    *("model", "load_format", "dtype", "progress")
+}
+"""Settings of a running engine, which convert does without."""
+
 COMMANDS = {
-    "serve": Command(serve, (EngineConfig, ServerConfig), _define_nothing, "[--flags]", "serve"),
-    "generate": Command(generate, ENGINE, define_sampling, SAMPLING_HELP),
-    "chat": Command(chat, ENGINE, define_sampling, SAMPLING_HELP),
-    "batch": Command(batch, ENGINE, _define_batch, BATCH_HELP, "serve"),
-    "score": Command(score, ENGINE, _define_nothing, "FILE ... [--flags]"),
+    "serve": Command(serve, (EngineConfig, ServerConfig), _define_nothing, SERVE_HELP, "serve"),
+    "generate": Command(
+        cli_text.generate, ENGINE, cli_text.define_generate, cli_text.GENERATE_HELP, without=QUEUE
+    ),
+    "chat": Command(cli_text.chat, ENGINE, cli_text.define_chat, cli_text.CHAT_HELP, without=QUEUE),
+    "batch": Command(batch, ENGINE, _define_batch, BATCH_HELP, "serve", QUEUE),
+    "score": Command(
+        cli_text.score, ENGINE, _define_nothing, cli_text.SCORE_HELP, without=DRAWING | {"warmup"}
+    ),
     "build": Command(build, ENGINE, _define_build, BUILD_HELP),
-    "convert": Command(convert, ENGINE, _define_convert, "TARGET --to=orbax|hf [--flags]", "orbax"),
-    "env": Command(env, (), _define_nothing, ""),
+    "convert": Command(convert, ENGINE, _define_convert, CONVERT_HELP, "orbax", RUNNING),
+    "env": Command(env, (), _define_nothing, ENV_HELP),
 }
 
 

@@ -38,12 +38,26 @@ def typed(values: Mapping[str, Any]) -> LoadedConfig:
     for name in values:
         if name not in known:
             raise ValueError(unknown_field(name, set(known)))
+    _check_sections(values)
     pick = lambda names: {k: _plain(v) for k, v in values.items() if k in names}  # noqa: E731
     return LoadedConfig(
         EngineConfig(**pick(ENGINE_FIELDS)),
         ServerConfig(**pick(SERVER_FIELDS)),
         pick(EXTRA_SECTIONS),
     )
+
+
+def _check_sections(values: Mapping[str, Any]) -> None:
+    """ValueError unless the sections of an experiment are lists of what they should hold."""
+    is_prompt = lambda item: isinstance(item, str | list | tuple)  # noqa: E731
+    is_sampling = lambda item: hasattr(item, "keys")  # noqa: E731  (a ConfigDict is no Mapping)
+    for name, fits, words in (
+        ("prompts", is_prompt, "texts, or lists of token ids"),
+        ("sampling", is_sampling, "dictionaries of sampling parameters"),
+    ):
+        section = values.get(name, ())
+        if not isinstance(section, list | tuple) or not all(map(fits, section)):
+            raise ValueError(f"{name} must be a list of {words}, not {section!r}")
 
 
 def load_config_file(path: str | Path) -> LoadedConfig:

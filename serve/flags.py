@@ -6,7 +6,7 @@ key or value is an error that names it.
 
 import dataclasses
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from absl import flags
@@ -15,6 +15,10 @@ from octavo.serve.configfile import LoadedConfig, read_config_file, typed
 
 OVERRIDE = "config."
 """Prefix of the flags that stand between --field and the config file."""
+
+
+class UsageError(ValueError):
+    """A command line that can't be meant: exit code 2, before anything is done."""
 
 
 class AutoIntParser(flags.ArgumentParser):
@@ -39,14 +43,20 @@ class AutoIntParser(flags.ArgumentParser):
         return "int"
 
 
-def define_settings(values: flags.FlagValues, settings: Iterable[type]) -> None:
-    """--field and --config.field for every field of the dataclasses; unset flags are None."""
+def define_settings(
+    values: flags.FlagValues, settings: Iterable[type], without: Collection[str] = ()
+) -> None:
+    """--field and --config.field for the fields of the dataclasses; unset flags are None."""
     flags.DEFINE_string("config", None, "config file", flag_values=values)
     for cls in settings:
         hints = get_type_hints(cls)
-        for field in dataclasses.fields(cls):
+        for field in _shown(cls, without):
             for name in (field.name, OVERRIDE + field.name):
                 _define(values, name, hints[field.name], field.metadata["help"])
+
+
+def _shown(cls: type, without: Collection[str]) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if field.name not in without]
 
 
 def _define(values: flags.FlagValues, name: str, hint: Any, help_text: str) -> None:
@@ -65,21 +75,24 @@ def _define(values: flags.FlagValues, name: str, hint: Any, help_text: str) -> N
 
 
 def parse_settings(values: flags.FlagValues, settings: Iterable[type]) -> LoadedConfig:
-    """Typed settings from parsed flags, with the config file below them."""
+    """Typed settings from parsed flags, with the config file below them.
+
+    The file may hold settings that are no flags of the command: several commands share it.
+    """
     path = values["config"].value
     merged: dict[str, Any] = {} if path is None else read_config_file(path)
-    names = [field.name for cls in settings for field in dataclasses.fields(cls)]
+    names = [f.name for cls in settings for f in dataclasses.fields(cls) if f.name in values]
     for prefix in (OVERRIDE, ""):
         given = {name: values[prefix + name] for name in names}
         merged.update((name, flag.value) for name, flag in given.items() if flag.present)
     return typed(merged)
 
 
-def settings_help(settings: Iterable[type]) -> str:
+def settings_help(settings: Iterable[type], without: Collection[str] = ()) -> str:
     """One line a setting: name, default, meaning."""
     lines = []
     for cls in settings:
-        for field in dataclasses.fields(cls):
+        for field in _shown(cls, without):
             default = "" if field.default in ("", (), None) else f" [{field.default}]"
             lines.append(f"  --{field.name:<20} {field.metadata['help']}{default}")
     return "\n".join(lines)

@@ -102,7 +102,7 @@ class Batch:
                 group.create_task(lane())
 
     async def _answer(self, line: Line) -> None:
-        name = f"batch_req_{uuid.uuid4().hex}"
+        name = f"batch_req_{uuid.uuid4().hex}"  # as RESULT_START has it
         if line.problem:
             self.report.failed += 1
             self._write(batchfile.refusal(line, name))
@@ -184,6 +184,7 @@ async def run_batch(
     done = batchfile.resume(target)
     with source.open("rb") as file:
         total = sum(1 for raw in file if raw.strip())
+    target.open("ab").close()  # whether it can be written is known before a model is loaded
     # The engine's end ends the run: its lines are left to the next one.
     settings = ServerConfig(served_model_name=names, max_engine_restarts=0, log_level="warning")
     client = EngineClient(b"batch")

@@ -154,7 +154,7 @@ def test_a_full_queue_is_waited_for(tmp_path):
 @given(st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=6), st.integers(0, 10_000))
 def test_a_file_cut_anywhere_resumes_at_its_last_whole_line(names, cut):
     lines = [batchfile.Line(i, name) for i, name in enumerate(names, 1)]
-    whole = [batchfile.result(one, "id", 200, b'{"text":"\\n"}') for one in lines]
+    whole = [batchfile.result(one, "batch_req_1", 200, b'{"text":"\\n"}') for one in lines]
     data = b"".join(whole)
     data = data[: cut % (len(data) + 1)]
     with tempfile.TemporaryDirectory() as folder:
@@ -165,19 +165,21 @@ def test_a_file_cut_anywhere_resumes_at_its_last_whole_line(names, cut):
         assert path.read_bytes() == b"".join(whole[:kept])
 
 
-@pytest.mark.parametrize("text", ["hello\n", "[]\n", '{"custom_id": 5}\n'])
+OTHER = ["hello\n{", "[]\n{", '{"custom_id": 5}\n{', "one line", '{"custom_id": "a"}']
+
+
+@pytest.mark.parametrize("text", OTHER)
 def test_a_file_of_something_else_is_not_touched(tmp_path, text):
     path = tmp_path / "out.jsonl"
-    path.write_text(text + "{")
+    path.write_text(text)
     with pytest.raises(ValueError, match="line 1 is no batch result"):
         batchfile.resume(path)
-    assert path.read_text() == text + "{"
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["in.jsonl"], "two files"),
         (["/no/such.jsonl", "out.jsonl"], "/no/such.jsonl"),
         (["in.jsonl", "out.jsonl", "--model=/no/such/model"], "/no/such/model"),
     ],

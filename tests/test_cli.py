@@ -17,7 +17,7 @@ from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.forward import forward
 from octavo.outputs import CompletionOutput
 from octavo.sampling.params import SamplingParams
-from octavo.serve import chat, cli, env
+from octavo.serve import chat, cli, env, launch, supervisor
 from octavo.serve.chat import Chat
 from octavo.serve.config import EngineConfig
 from octavo.serve.types import EngineStats
@@ -111,17 +111,11 @@ def test_score_is_the_mean_loss_of_the_forward_pass(tmp_path, capsys):
 
 
 FAILURES = [
-    (["score", f"--model={GGUF}"], "at least one text file"),
-    (["score", f"--model={GGUF}", "/no/such/text"], "/no/such/text"),
     (["generate", "--model=/no/such/model", "x"], "/no/such/model"),
     (["generate", f"--model={FOLDER / 'llama_tied'}", "x"], "no tokenizer"),
-    (["generate", f"--model={GGUF}", "--temperature=-1", "x"], "temperature"),
     (["generate", f"--model={GGUF}", "--attention=mosaic", "x"], "mosaic"),
     (["generate", f"--model={GGUF}", "--mesh=tensor=99", "x"], "99 devices"),
     (["chat", f"--model={FOLDER / 'llama_tied'}"], "no chat template"),
-    (["chat", f"--model={GGUF}", "--n=2", "x"], "n must be 1"),
-    (["serve", f"--model={GGUF}", "x"], "no arguments"),
-    (["convert", f"--model={GGUF}"], "one target folder"),
 ]
 
 
@@ -133,6 +127,123 @@ def test_failures_are_one_line_and_exit_code_1(args, words, capsys):
     line = err.splitlines()[-1]
     assert line.startswith(f"octavo {args[0]}: ")
     assert words in line
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Loading a model fails the test: what is wrong must be said before."""
+
+    def load(*args, **options):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(launch, "load", load)
+    monkeypatch.setattr(supervisor.CoreSupervisor, "start", load)
+
+
+USAGE = [
+    (["score"], "at least one text file"),
+    (["generate", "--temperature=-1", "x"], "temperature"),
+    (["generate", "--system=x", "y"], "system"),
+    (["chat", "--top_p=0", "x"], "top_p"),
+    (["chat", "--n=2", "x"], "'n'"),
+    (["serve", "x"], "no arguments"),
+    (["convert"], "one target folder"),
+    (["convert", "a", "b"], "one target folder"),
+    (["convert", "--to=zip", "a"], "zip"),
+    (["convert", "--max_num_seqs=3", "a"], "max_num_seqs"),
+    (["batch", "in.jsonl"], "two files"),
+    (["batch", "--at_once=0", "a", "b"], "at_once"),
+    (["score", "--max_waiting=3", "x"], "max_waiting"),
+    (["build", "--list", "--prune"], "one of"),
+    (["env", "x"], "no arguments"),
+    (["bench", "context", "x"], "no arguments"),
+    (["bench", "decode", "x"], "'x'"),
+    (["bench", "kernel", "x"], "'x'"),
+    (["bench", "load", "x"], "x"),
+    (["bench", "startup", "x"], "x"),
+    (["bench", "plots", "x"], "no arguments"),
+    (["bench", "all", "x"], "'x'"),
+    (["bench", "serve", "x"], "no arguments"),
+    (["bench", "serve"], "--rates or --concurrency"),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), USAGE, ids=lambda x: " ".join(x)[:40])
+def test_usage_errors_are_one_line_and_exit_code_2(no_model, args, words, capsys):
+    assert cli.main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"octavo {args[0]}")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_no_prompt_in_a_terminal_is_a_usage_error(no_model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert cli.main(["generate"]) == 2
+    assert "no prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["score", "batch", "convert"])
+def test_files_are_looked_at_before_a_model_is_loaded(no_model, tmp_path, command, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_bytes(b"\xff\xff")
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("")
+    wrong = {
+        "score": [["/no/such"], [str(tmp_path)], [str(tmp_path / "full" / "x")]],
+        "batch": [
+            ["/no/such", str(tmp_path / "out")],
+            [str(requests), "/no/such/out"],
+            [str(requests), str(tmp_path)],
+            [str(requests), str(tmp_path / "full" / "x")],
+        ],
+        "convert": [[str(tmp_path / "full")], [str(requests)]],
+    }
+    for args in wrong[command]:
+        assert cli.main([command, *args]) == 1
+        assert args[-1] in (err := capsys.readouterr().err) or args[0] in err
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"sampling": [{"temprature": 1}]}, "temprature"),
+        ({"sampling": [{"temperature": -1}]}, "temperature"),
+        ({"sampling": {"temperature": 1}}, "sampling must be a list"),
+        ({"prompts": "abc"}, "prompts must be a list"),
+        ({"prompts": [1]}, "prompts must be a list"),
+    ],
+)
+def test_an_experiment_is_looked_at_before_a_model_is_loaded(
+    no_model, tmp_path, capsys, sections, words
+):
+    path = tmp_path / "experiment.py"
+    path.write_text(f"def get_config():\n    return {sections}\n")
+    assert cli.main(["generate", f"--config={path}", "x"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_lists_a_command_s_own_flags_only(capsys):
+    shown = {}
+    for name in cli.COMMANDS:
+        assert cli.main([name, "--help"]) == 0
+        shown[name] = capsys.readouterr().out
+    assert len(shown["convert"].splitlines()) < 12
+    assert "--max_waiting" in shown["serve"]
+    for name in ("generate", "chat", "batch", "score", "convert", "env"):
+        assert "--max_waiting" not in shown[name]
+    assert "--system" in shown["chat"]
+    assert "--system" not in shown["generate"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_line_editing(talk, monkeypatch, terminal):
+    monkeypatch.setitem(sys.modules, "readline", None)
+    monkeypatch.delitem(sys.modules, "readline")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: terminal))
+    converse(talk, monkeypatch)
+    assert ("readline" in sys.modules) == terminal
 
 
 @pytest.mark.parametrize(

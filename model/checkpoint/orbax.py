@@ -71,10 +71,15 @@ def restore(path: str | Path, mesh: Mesh | None = None) -> Checkpoint:
 
 def new_folder(path: Path) -> Path:
     """The folder, made if need be; refused if anything is in it."""
-    if path.exists() and (not path.is_dir() or next(path.iterdir(), None)):
-        raise CheckpointError(f"{path} exists and is not an empty folder")
+    require_free(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def require_free(path: Path) -> None:
+    """CheckpointError unless a checkpoint can be written there: a new or an empty folder."""
+    if path.exists() and (not path.is_dir() or next(path.iterdir(), None)):
+        raise CheckpointError(f"{path} exists and is not an empty folder")
 
 
 def _config(folder: Path, described: dict[str, Any]) -> ModelConfig:
