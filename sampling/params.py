@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.sampling.shown import shown
+
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 16
@@ -80,7 +82,7 @@ class SamplingParams:
             self._set(name, _real(name, getattr(self, name), low, high, low_included))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be true or false, got {shown(getattr(self, name))}")
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         self._set("bad_token_ids", _token_ids("bad_token_ids", self.bad_token_ids))
@@ -170,47 +172,50 @@ _FLOAT_RANGES = {
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be an integer in {low} .. {high}, got {value!r}")
+        raise ValueError(f"{name} must be an integer in {low} .. {high}, got {shown(value)}")
     if not low <= int(value) <= high:
-        raise ValueError(f"{name} must be in {low} .. {high}, got {value}")
+        raise ValueError(f"{name} must be in {low} .. {high}, got {shown(value)}")
     return int(value)
 
 
 def _real(name: str, value: Any, low: float, high: float, low_included: bool = True) -> float:
     span = f"{'[' if low_included else '('}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a number in {span}, got {value!r}")
-    number = float(value)
+        raise ValueError(f"{name} must be a number in {span}, got {shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.inf if value > 0 else -math.inf
     if math.isnan(number) or not low <= number <= high or (number == low and not low_included):
-        raise ValueError(f"{name} must be in {span}, got {value}")
+        raise ValueError(f"{name} must be in {span}, got {shown(value)}")
     return number
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
-        raise ValueError(f"{name} must be a string or a list of strings, got {value!r}")
+        raise ValueError(f"{name} must be a string or a list of strings, got {shown(value)}")
     if len(items) > MAX_STOP_STRINGS:
         raise ValueError(f"{name} has {len(items)} entries, at most {MAX_STOP_STRINGS}")
     if not all(items):
-        raise ValueError(f"{name} must not hold an empty string, got {value!r}")
+        raise ValueError(f"{name} must not hold an empty string, got {shown(value)}")
     return tuple(items)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} must be a list of token ids, got {value!r}")
+        raise ValueError(f"{name} must be a list of token ids, got {shown(value)}")
     return tuple(_integer(f"{name}[{i}]", item, 0, MAX_INT32 - 1) for i, item in enumerate(value))
 
 
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {value!r}")
+        raise ValueError(f"logit_bias must map token ids to numbers, got {shown(value)}")
     if len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"logit_bias has {len(value)} entries, at most {MAX_LOGIT_BIAS}")
     return {
         _integer("logit_bias's token id", token, 0, MAX_INT32 - 1): _real(
-            f"logit_bias[{token}]", bias, -100.0, 100.0
+            f"logit_bias[{shown(token)}]", bias, -100.0, 100.0
         )
         for token, bias in value.items()
     }

@@ -8,6 +8,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.sampling.params import SamplingParams
+from octavo.sampling.shown import shown
 from octavo.serve import errors
 from octavo.serve import types as engine
 from octavo.serve.client import Call
@@ -64,7 +65,7 @@ def _truncate(prompt: Prompt, keep: int | None, limit: int) -> Prompt:
     if keep is None:
         return prompt
     if keep < -1 or keep == 0:
-        message = f"truncate_prompt_tokens must be -1 or at least 1, not {keep}"
+        message = f"truncate_prompt_tokens must be -1 or at least 1, not {shown(keep)}"
         raise errors.invalid(message, "truncate_prompt_tokens")
     keep = limit if keep == -1 else keep
     return prompt if len(prompt.ids) <= keep else Prompt(prompt.ids[-keep:])

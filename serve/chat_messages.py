@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.sampling.shown import shown
 from octavo.serve.tool_prompt import knows_tools, spell_out_tools
 
 CUT_MARK = "\ue000octavo:end of the final message\ue001"
@@ -68,7 +69,7 @@ def _part(part: Any, index: int) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
         raise ValueError(
-            f"messages[{index}].content has a part of type {kind!r}; only text is read"
+            f"messages[{index}].content has a part of type {shown(kind)}; only text is read"
         )
     return text
 

@@ -47,7 +47,7 @@ def render_template(template: str, context: Mapping[str, Any]) -> str:
     token = _deadline.set(time.monotonic() + MAX_SECONDS)
     try:
         pieces, size = [], 0
-        for piece in _compiled(template).generate(**context):
+        for piece in _compiled(template).generate(dict(context)):
             _tick()
             size += len(piece)
             _check_size(size)

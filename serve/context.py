@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 from fastapi import Request, Response
 
+from octavo.sampling.shown import shown
 from octavo.serve import errors
 from octavo.serve.auth import KeyRing
 from octavo.serve.chat_formats import ChatFormats, chat_formats
@@ -180,7 +181,8 @@ def check_length(prompt_tokens: int, max_tokens: int | None, default: int, limit
     if prompt_tokens == 0:
         raise errors.invalid("prompt must hold at least one token", "prompt")
     if max_tokens is not None and max_tokens < 0:
-        raise errors.invalid(f"max_tokens must be at least 0, not {max_tokens}", "max_tokens")
+        message = f"max_tokens must be at least 0, not {shown(max_tokens)}"
+        raise errors.invalid(message, "max_tokens")
     wanted = max(1, min(default, limit - prompt_tokens)) if max_tokens is None else max_tokens
     if prompt_tokens + wanted > limit:
         raise ApiError(

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.sampling.params import SamplingParams
+from octavo.sampling.shown import shown
 from octavo.serve.config import POOLINGS
 
 PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=0)
@@ -13,7 +14,7 @@ PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=0)
 def check_pooling(name: str) -> None:
     """ValueError unless `name` is a way to pool."""
     if name not in POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, not {name!r}")
+        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, not {shown(name)}")
 
 
 def unit_vector(embedding: bytes) -> NDArray[np.float32]:

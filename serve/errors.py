@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.sampling.shown import shown
 from octavo.serve.types import FINISH_ABORT, FINISH_ERROR
 
 CORE_DEAD = "the engine process has ended"
@@ -88,7 +89,7 @@ def unauthorized() -> ApiError:
 
 def unknown_model(name: str, served: tuple[str, ...]) -> ApiError:
     """404: this server doesn't serve that model."""
-    message = f"model {name!r} does not exist here; served: {', '.join(served)}"
+    message = f"model {shown(name)} does not exist here; served: {', '.join(served)}"
     return ApiError(404, message, param="model", kind="not_found_error", code="model_not_found")
 
 

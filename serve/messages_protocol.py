@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid, unsupported
 from octavo.serve.protocol import ChatBody
 
@@ -77,7 +78,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise _wrong(where, "must be an object")
     if tool.get("type") not in (None, "custom"):
-        raise _wrong(f"{where}.type", f"must be 'custom', not {tool['type']!r}")
+        raise _wrong(f"{where}.type", f"must be 'custom', not {shown(tool['type'])}")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -140,7 +141,7 @@ def _text(content: Any, where: str, first: int = 0) -> str:
         raise _wrong(where, "must be a string or a list of text blocks")
     for i, block in enumerate(content, first):
         if _kind(block) != "text" or not isinstance(block.get("text"), str):
-            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {_kind(block)!r}")
+            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {shown(_kind(block))}")
     return "\n".join(block["text"] for block in content)
 
 

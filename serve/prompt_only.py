@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict
 
+from octavo.sampling.shown import shown
 from octavo.serve import errors, responses
 from octavo.serve import types as engine
 from octavo.serve.answering import Guard
@@ -45,7 +46,9 @@ async def enter[Body: PromptBody](
     if body.cache_salt == "":
         raise errors.invalid("cache_salt must not be empty", "cache_salt")
     if body.priority is not None and abs(body.priority) > 2**31:
-        raise errors.invalid(f"priority must be a 32-bit integer, not {body.priority}", "priority")
+        raise errors.invalid(
+            f"priority must be a 32-bit integer, not {shown(body.priority)}", "priority"
+        )
     return context, ready, body
 
 

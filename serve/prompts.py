@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from octavo.sampling.shown import shown
 from octavo.serve.detokenize import TextDecoder
 from octavo.serve.errors import ApiError, invalid
 from octavo.serve.protocol import ChatBody, CompletionBody, TokenizeBody
@@ -57,7 +58,7 @@ def split_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     if not isinstance(prompt, list):
         raise invalid(
             f"{name} must be a string, a list of strings, a list of token ids or a list of such "
-            f"lists, not {_shown(prompt)}",
+            f"lists, not {shown(prompt)}",
             name,
         )
     if not prompt:
@@ -69,7 +70,7 @@ def split_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     for i, item in enumerate(prompt):
         if not isinstance(item, str) and not (isinstance(item, list) and _all_ids(item)):
             raise invalid(
-                f"{name}[{i}] must be a string or a list of token ids, not {_shown(item)}",
+                f"{name}[{i}] must be a string or a list of token ids, not {shown(item)}",
                 name,
             )
     return prompt
@@ -77,11 +78,6 @@ def split_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
 
 def _all_ids(items: list[Any]) -> bool:
     return all(type(item) is int for item in items)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def normalise_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -93,10 +89,10 @@ def normalise_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _wrong(where, f"must be an object, not {_shown(message)}")
+        raise _wrong(where, f"must be an object, not {shown(message)}")
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {_shown(role)}")
+        raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
     calls = message.get("tool_calls")
     out: dict[str, Any] = {"role": "system" if role == "developer" else role}
     content = message.get("content")
@@ -106,7 +102,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             if not isinstance(message[name], str):
-                raise _wrong(f"{where}.{name}", f"must be a string, not {_shown(message[name])}")
+                raise _wrong(f"{where}.{name}", f"must be a string, not {shown(message[name])}")
             out[name] = message[name]
     if calls:
         out["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
@@ -117,14 +113,14 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, f"must be a string or a list of parts, not {_shown(content)}")
+        raise _wrong(where, f"must be a string or a list of parts, not {shown(content)}")
     texts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "refusal"):
-            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {_shown(kind or part)}")
+            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {shown(kind or part)}")
         if not isinstance(part.get(kind), str):
-            raise _wrong(f"{where}[{i}].{kind}", f"must be a string, not {_shown(part.get(kind))}")
+            raise _wrong(f"{where}[{i}].{kind}", f"must be a string, not {shown(part.get(kind))}")
         texts.append(part[kind])
     return "\n".join(texts)
 
@@ -132,7 +128,7 @@ def _content(content: Any, where: str) -> str:
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """History's tool calls; arguments become objects, which is what templates iterate over."""
     if not isinstance(calls, list):
-        raise _wrong(where, f"must be a list, not {_shown(calls)}")
+        raise _wrong(where, f"must be a list, not {shown(calls)}")
     out: list[dict[str, Any]] = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
@@ -230,7 +226,7 @@ class PromptEncoder:
             return await self.text(item, add_special_tokens, name)
         return Prompt(tuple(item))
 
-    async def _in_thread(self, param: str, function: Any, *args: Any, **options: Any) -> Any:
+    async def _in_thread(self, param: str, function: Any, /, *args: Any, **options: Any) -> Any:
         """Run in the pool; what the tokenizer or template refuses is the caller's 400."""
         loop = asyncio.get_running_loop()
         try:

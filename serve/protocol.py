@@ -14,6 +14,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.sampling.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid, unsupported
 
 # Accepted and without effect: they label, store or route, and change no token.
@@ -220,7 +221,7 @@ def _refuse_unsupported(kind: type[BaseModel], fields: dict[str, Any]) -> None:
             _note_ignored(name)
             continue
         if name not in own and name not in UNSUPPORTED:
-            raise invalid(f"unknown field {name!r}", name)
+            raise invalid(f"unknown field {shown(name)}", name[:64])
         reason, neutral = own.get(name) or UNSUPPORTED[name]
         if not any(value == option and type(value) is type(option) for option in neutral):
             raise unsupported(name, reason)
@@ -240,11 +241,9 @@ def _first_problem(error: ValidationError) -> ApiError:
     path = ".".join(
         where[:1] + [part for part in where[1:] if part.isidentifier() or part.isdigit()]
     )
-    value = repr(problem["input"])
-    shown = value if len(value) <= 80 else value[:77] + "..."
     if problem["type"] == "missing":
         return invalid(f"{path}: this field is required", param)
-    return invalid(f"{path}: {problem['msg'].lower()}, not {shown}", param)
+    return invalid(f"{path}: {problem['msg'].lower()}, not {shown(problem['input'])}", param)
 
 
 def sampling_params(
@@ -306,15 +305,16 @@ _SAME_NAME = (
 def _seed(seed: int) -> int:
     """Fold the signed 64-bit seeds that clients send into SamplingParams' range."""
     if not -(2**63) <= seed < 2**63:
-        raise invalid(f"seed must be a 64-bit integer, not {seed}", "seed")
+        raise invalid(f"seed must be a 64-bit integer, not {shown(seed)}", "seed")
     return seed & MAX_SEED
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
-        if not key.isascii() or not key.isdigit() or len(key) > 10:
-            raise invalid(f"logit_bias keys must be token ids, not {key!r}", "logit_bias")
+        # One spelling for each id: "01" would overwrite "1".
+        if len(key) > 10 or not key.isdecimal() or str(int(key)) != key:
+            raise invalid(f"logit_bias keys must be token ids, not {shown(key)}", "logit_bias")
         bias[int(key)] = value
     return bias
 
@@ -324,7 +324,7 @@ def _check_ids(values: Mapping[str, Any], vocab_size: int) -> None:
         for token_id in values.get(name) or ():
             if not 0 <= token_id < vocab_size:
                 limit = f"token ids are 0 .. {vocab_size - 1}"
-                raise invalid(f"{name}: {limit}, not {token_id}", name)
+                raise invalid(f"{name}: {limit}, not {shown(token_id)}", name)
 
 
 def _field_named_in(message: str, body: BaseModel) -> str | None:
@@ -343,7 +343,7 @@ def check_combinations(body: CompletionBody | ChatBody) -> None:
     if body.cache_salt == "":
         raise invalid("cache_salt must not be empty", "cache_salt")
     if body.priority is not None and abs(body.priority) > 2**31:
-        raise invalid(f"priority must be a 32-bit integer, not {body.priority}", "priority")
+        raise invalid(f"priority must be a 32-bit integer, not {shown(body.priority)}", "priority")
     if isinstance(body, ChatBody):
         _check_chat(body)
 
@@ -353,7 +353,7 @@ def _check_chat(body: ChatBody) -> None:
         if not body.logprobs:
             raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
         if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-            message = f"top_logprobs must be 0 .. {MAX_LOGPROBS}, not {body.top_logprobs}"
+            message = f"top_logprobs must be 0 .. {MAX_LOGPROBS}, not {shown(body.top_logprobs)}"
             raise invalid(message, "top_logprobs")
     if body.add_generation_prompt and body.continue_final_message:
         message = "add_generation_prompt and continue_final_message exclude each other"

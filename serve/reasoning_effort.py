@@ -5,6 +5,7 @@ An effort that the template can't express is refused: nothing else would make th
 
 from typing import Any
 
+from octavo.sampling.shown import shown
 from octavo.serve.errors import invalid, unsupported
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -21,7 +22,7 @@ def effort_variables(effort: str | None, template: str, *, reasons: bool) -> dic
     if effort is None:
         return {}
     if effort not in EFFORTS:
-        raise invalid(f"{field} must be one of {', '.join(EFFORTS)}, not {effort!r}", field)
+        raise invalid(f"{field} must be one of {', '.join(EFFORTS)}, not {shown(effort)}", field)
     if field in template:
         return {field: effort}
     if effort == "none":
@@ -32,4 +33,4 @@ def effort_variables(effort: str | None, template: str, *, reasons: bool) -> dic
         raise unsupported(field, "this model's chat template can't leave reasoning out")
     if effort == DEFAULT:
         return {}
-    raise unsupported(field, f"this model's chat template knows no degrees, not {effort!r}")
+    raise unsupported(field, f"this model's chat template knows no degrees, not {shown(effort)}")

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -43,7 +44,9 @@ class _History:
             case "reasoning":
                 self._reasoning(item, where)
             case _:
-                raise _wrong(f"{where}.type", f"must be one of {', '.join(_TYPES)}, not {kind!r}")
+                raise _wrong(
+                    f"{where}.type", f"must be one of {', '.join(_TYPES)}, not {shown(kind)}"
+                )
 
     def finished(self) -> list[dict[str, Any]]:
         self._end_turn()
@@ -52,7 +55,7 @@ class _History:
     def _message(self, item: dict[str, Any], where: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            raise _wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {role!r}")
+            raise _wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
         text = _text(item.get("content"), f"{where}.content")
         if role != "assistant":
             self._append({"role": role, "content": text})
@@ -106,7 +109,7 @@ def _text(content: Any, where: str, kinds: dict[str, str] = _TEXTS) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         field = kinds.get(kind) if isinstance(kind, str) else None
         if field is None:
-            what = f"only {', '.join(kinds)} parts are accepted, not {_shown(kind or part)}"
+            what = f"only {', '.join(kinds)} parts are accepted, not {shown(kind or part)}"
             raise _wrong(f"{where}[{i}]", what)
         texts.append(_string(part, field, f"{where}[{i}]"))
     return "\n".join(texts)
@@ -115,13 +118,8 @@ def _text(content: Any, where: str, kinds: dict[str, str] = _TEXTS) -> str:
 def _string(item: dict[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _wrong(f"{where}.{name}", f"must be a string, not {_shown(value)}")
+        raise _wrong(f"{where}.{name}", f"must be a string, not {shown(value)}")
     return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _wrong(where: str, what: str) -> ApiError:

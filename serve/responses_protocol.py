@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid, unsupported
 from octavo.serve.protocol import ChatBody
 from octavo.serve.responses_input import input_messages
@@ -130,7 +131,9 @@ def echoed(body: ResponsesBody) -> dict[str, Any]:
 def _check(body: ResponsesBody) -> None:
     most = body.max_output_tokens
     if most is not None and most < 1:
-        raise invalid(f"max_output_tokens must be at least 1, not {most}", "max_output_tokens")
+        raise invalid(
+            f"max_output_tokens must be at least 1, not {shown(most)}", "max_output_tokens"
+        )
     if body.metadata is not None and len(body.metadata) > MAX_METADATA:
         count = len(body.metadata)
         raise invalid(f"metadata: at most {MAX_METADATA} entries, not {count}", "metadata")
@@ -140,15 +143,15 @@ def _check(body: ResponsesBody) -> None:
         if asked == "message.output_text.logprobs":
             raise unsupported("include", f"{asked}: {_NO_LOGPROBS}")
         if asked != "reasoning.encrypted_content":
-            raise unsupported("include", f"there is no {asked[:80]!r} to include")
+            raise unsupported("include", f"there is no {shown(asked)} to include")
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise invalid(f"{where} must be an object", where)
     if tool.get("type") != "function":
-        message = f"{where}.type must be 'function', not {tool.get('type')!r}"
-        raise invalid(f"{message[:200]}: there are no built-in tools", f"{where}.type")
+        message = f"{where}.type must be 'function', not {shown(tool.get('type'))}"
+        raise invalid(f"{message}: there are no built-in tools", f"{where}.type")
     function = {key: value for key, value in tool.items() if key != "type"}
     return {"type": "function", "function": function}
 
@@ -157,8 +160,8 @@ def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function":
-        message = f"tool_choice.type must be 'function', not {choice.get('type')!r}"
-        raise invalid(message[:200], "tool_choice")
+        message = f"tool_choice.type must be 'function', not {shown(choice.get('type'))}"
+        raise invalid(message, "tool_choice")
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
@@ -186,13 +189,13 @@ def _effort(reasoning: Any) -> Any:
             raise invalid(f"reasoning.{key} is not offered; known: effort, summary", "reasoning")
     effort = asked.get("effort")
     if not isinstance(effort, str | None):
-        raise invalid(f"reasoning.effort must be a string, not {effort!r}"[:200], "reasoning")
+        raise invalid(f"reasoning.effort must be a string, not {shown(effort)}", "reasoning")
     return effort
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
-        raise invalid(f"{name} must be an object, not {value!r}"[:200], name)
+        raise invalid(f"{name} must be an object, not {shown(value)}", name)
     return value or {}
 
 

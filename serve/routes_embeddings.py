@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from octavo.sampling.shown import shown
 from octavo.serve import errors, responses
 from octavo.serve import types as engine
 from octavo.serve.embedding import PROMPT_ONLY, check_pooling, unit_vector
@@ -37,7 +38,7 @@ async def embeddings(request: Request) -> Response:
     context, ready, body = await enter(request, EmbeddingBody)
     encoding = body.encoding_format or "float"
     if encoding not in ENCODINGS:
-        message = f"encoding_format must be float or base64, not {encoding!r}"
+        message = f"encoding_format must be float or base64, not {shown(encoding)}"
         raise errors.invalid(message, "encoding_format")
     pooling = body.pooling or context.config.pooling
     try:

@@ -5,6 +5,7 @@ from functools import wraps
 
 from fastapi import APIRouter, Request, Response
 
+from octavo.sampling.shown import shown
 from octavo.serve import errors, responses
 from octavo.serve.answering import add_samples, answer
 from octavo.serve.chat_formats import PLAIN
@@ -49,7 +50,7 @@ async def messages(request: Request) -> Response:
     body = parse_body(MessagesBody, raw)
     context.check_model(body.model)
     if body.max_tokens is None or body.max_tokens < 1:
-        message = f"max_tokens: an integer of at least 1 is required, not {body.max_tokens}"
+        message = f"max_tokens: an integer of at least 1 is required, not {shown(body.max_tokens)}"
         raise errors.invalid(message, "max_tokens")
     chat = chat_body(body)
     prompt, plan = await plan_chat(context, chat, None)

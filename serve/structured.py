@@ -7,6 +7,7 @@ without the model's tokens is refused here; the engine compiles the rest.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, internal, invalid
 from octavo.serve.types import Grammar, TokenEvent
 
@@ -52,10 +53,10 @@ def failure(event: TokenEvent, structured: Structured | None) -> ApiError:
 
 def _response_format(field: str, value: Any) -> Grammar | None:
     if not isinstance(value, Mapping):
-        raise invalid(f"{field} must be an object with a type, not {value!r}"[:200], field)
+        raise invalid(f"{field} must be an object with a type, not {shown(value)}", field)
     kind = value.get("type")
     if kind not in FORMATS:
-        raise invalid(f"{field}.type must be one of {', '.join(FORMATS)}, not {kind!r}", field)
+        raise invalid(f"{field}.type must be one of {', '.join(FORMATS)}, not {shown(kind)}", field)
     _only(field, value, {"type", "json_schema"} if kind == "json_schema" else {"type"})
     if kind == "text":
         return None
@@ -75,7 +76,7 @@ def _response_format(field: str, value: Any) -> Grammar | None:
 
 def _structured_outputs(field: str, value: Any) -> Grammar | None:
     if not isinstance(value, Mapping):
-        raise invalid(f"{field} must be an object, not {value!r}"[:200], field)
+        raise invalid(f"{field} must be an object, not {shown(value)}", field)
     asked = {key: item for key, item in value.items() if item is not None and item is not False}
     _only(field, asked, set(KINDS))
     if len(asked) > 1:

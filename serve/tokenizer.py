@@ -81,17 +81,20 @@ class Tokenizer:
         ValueError for text that is not valid Unicode (a lone surrogate).
         """
         try:
+            # A batch of one: `encode` itself would hold the interpreter's lock all the while.
             with panics_are_errors("the tokenizer"):
-                ids = self.backend.encode(text, add_special_tokens=False).ids
+                (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:  # what tokenizers says of a str that has no UTF-8 form
             raise ValueError("text is not valid Unicode: it has a lone surrogate") from None
+        ids = encoding.ids
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary have none. ValueError for a negative id."""
         try:
             with panics_are_errors("the tokenizer"):
-                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+                (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens)
+                return text
         except OverflowError:
             raise ValueError("token ids must be in [0, 2**32)") from None
 
@@ -102,6 +105,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -149,16 +153,15 @@ class Tokenizer:
             raise ChatTemplateError("the chat template does not show the final message")
         return before
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Ids of `render_chat(messages, **options)`.
 
         The template writes the special tokens it wants, so none are added; should it (or the text
         it shows) start with BOS twice, one is kept.
         """
         ids = self.encode(self.render_chat(messages, **options), add_special_tokens=False)
-        while len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
-            ids = ids[1:]
-        return ids
+        begins = next((i for i, id_ in enumerate(ids) if id_ != self.bos_id), len(ids))
+        return ids[max(begins - 1, 0) :]
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json, as Hugging Face libraries read them."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid
 
 MAX_TOOLS = 128
@@ -39,10 +40,10 @@ def tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
     schemas = _schemas(tools)
     name = _named(choice)
     if name is None and choice not in (None, "none", "auto", "required"):
-        raise invalid(f"{_CHOICES}, not {_shown(choice)}", "tool_choice")
+        raise invalid(f"{_CHOICES}, not {shown(choice)}", "tool_choice")
     if name is not None and name not in schemas:
         known = ", ".join(schemas) or "none are given"
-        raise invalid(f"tool_choice: no tool is named {name!r}; tools: {known}", "tool_choice")
+        raise invalid(f"tool_choice: no tool is named {shown(name)}; tools: {known}", "tool_choice")
     if choice == "required" and not schemas:
         raise invalid("tool_choice: required needs at least one tool", "tool_choice")
     if choice == "none" or not schemas:
@@ -62,7 +63,7 @@ def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     if tools is None:
         return {}
     if not isinstance(tools, list):
-        raise invalid(f"tools must be a list, not {_shown(tools)}", "tools")
+        raise invalid(f"tools must be a list, not {shown(tools)}", "tools")
     if len(tools) > MAX_TOOLS:
         raise invalid(f"tools: at most {MAX_TOOLS}, not {len(tools)}", "tools")
     size = len(msgspec.json.encode(tools))
@@ -72,28 +73,28 @@ def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     for i, tool in enumerate(tools):
         name, schema = _function(tool, f"tools[{i}]")
         if name in schemas:
-            raise _wrong(f"tools[{i}].function.name", f"must be unique: {name!r} comes twice")
+            raise _wrong(f"tools[{i}].function.name", f"must be unique: {shown(name)} comes twice")
         schemas[name] = schema
     return schemas
 
 
 def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(tool, dict):
-        raise _wrong(where, f"must be an object, not {_shown(tool)}")
+        raise _wrong(where, f"must be an object, not {shown(tool)}")
     if tool.get("type") != "function":
-        raise _wrong(f"{where}.type", f"must be 'function', not {_shown(tool.get('type'))}")
+        raise _wrong(f"{where}.type", f"must be 'function', not {shown(tool.get('type'))}")
     function, where = tool.get("function"), f"{where}.function"
     if not isinstance(function, dict):
-        raise _wrong(where, f"must be an object, not {_shown(function)}")
+        raise _wrong(where, f"must be an object, not {shown(function)}")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         what = "must be 1 .. 64 of the characters a-z A-Z 0-9 _ -"
-        raise _wrong(f"{where}.name", f"{what}, not {_shown(name)}")
+        raise _wrong(f"{where}.name", f"{what}, not {shown(name)}")
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise _wrong(f"{where}.description", f"must be a string, not {_shown(description)}")
+        raise _wrong(f"{where}.description", f"must be a string, not {shown(description)}")
     if function.get("strict") not in (None, True, False):
-        raise _wrong(f"{where}.strict", f"must be a boolean, not {_shown(function['strict'])}")
+        raise _wrong(f"{where}.strict", f"must be a boolean, not {shown(function['strict'])}")
     return name, _parameters(function.get("parameters"), f"{where}.parameters")
 
 
@@ -101,15 +102,10 @@ def _parameters(schema: Any, where: str) -> Mapping[str, Any]:
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, dict):
-        raise _wrong(where, f"must be a JSON schema, not {_shown(schema)}")
+        raise _wrong(where, f"must be a JSON schema, not {shown(schema)}")
     if schema.get("type", "object") != "object":
-        raise _wrong(f"{where}.type", f"must be 'object', not {_shown(schema['type'])}")
+        raise _wrong(f"{where}.type", f"must be 'object', not {shown(schema['type'])}")
     return {"type": "object", **schema}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _wrong(where: str, what: str) -> ApiError:

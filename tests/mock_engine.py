@@ -59,6 +59,7 @@ class ByteTokenizer:
     def render_chat(
         self,
         messages,
+        /,
         *,
         add_generation_prompt=True,
         continue_final_message=False,
@@ -72,7 +73,7 @@ class ByteTokenizer:
         parts = [f"{m['role']}:{m['content']}" for m in messages]
         return "\n".join(parts) + ("\nassistant:" if add_generation_prompt else "")
 
-    def encode_chat(self, messages, **options):
+    def encode_chat(self, messages, /, **options):
         return self.encode(self.render_chat(messages, **options))
 
 

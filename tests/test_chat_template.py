@@ -1,5 +1,7 @@
 """Rendering of conversations: Hugging Face's helpers, prefill, parts, tools; and the sandbox."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from octavo.serve import chat_template
@@ -29,9 +31,8 @@ class Letters:
     def get_vocab_size(self, with_added_tokens):
         return 128
 
-    def encode(self, text, add_special_tokens):
-        self.ids = [ord(c) for c in text]
-        return self
+    def encode_batch_fast(self, texts, add_special_tokens):
+        return [SimpleNamespace(ids=[ord(c) for c in text]) for text in texts]
 
 
 def tokenizer(template=None):
@@ -103,6 +104,14 @@ def test_tools_documents_and_other_variables():
     assert text == '[{"name": "é<"}]TFalse^Köln'
 
 
+def test_variables_may_have_any_name():
+    names = {"self": 1, "messages_": 2, "context": 3, "args": 4, "param": 5, "not a name": 6}
+    text = tokenizer("{{ messages_ }}{{ context }}{{ args }}{{ param }}").encode_chat(
+        chat("x"), **names
+    )
+    assert text == [ord(c) for c in "2345"]
+
+
 def test_a_template_without_tools_gets_them_as_text():
     calls = [{"function": {"name": "f", "arguments": '{"x": 1}'}}, {"function": {"name": "g"}}]
     messages = [
@@ -134,6 +143,7 @@ def test_bos_is_never_doubled():
     assert tokenizer("{{ bos_token }}a").encode_chat(chat("x")) == [ord("^"), ord("a")]
     assert tokenizer("{{ bos_token }}^a").encode_chat(chat("x")) == [ord("^"), ord("a")]
     assert tokenizer("a^^").encode_chat(chat("x")) == [ord(c) for c in "a^^"]
+    assert tokenizer("^" * 50_000).encode_chat(chat("x")) == [ord("^")]
 
 
 def test_no_template():

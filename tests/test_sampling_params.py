@@ -20,6 +20,7 @@ from octavo.sampling.pack import (
     pack_rows,
 )
 from octavo.sampling.params import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
+from octavo.sampling.shown import shown
 
 REFUSED = [
     ("max_tokens", -1),
@@ -33,9 +34,18 @@ REFUSED = [
     ("temperature", float("inf")),
     ("temperature", "1"),
     ("temperature", True),
+    ("temperature", 10**400),
+    ("temperature", -(10**400)),
+    ("temperature", 10**5000),
+    ("temperature", np.float32("nan")),
+    ("temperature", 1j),
+    ("temperature", np.ones(1)),
     ("top_k", -1),
     ("top_k", 2.5),
     ("top_k", False),
+    ("top_k", 10**5000),
+    ("top_k", np.bool_(True)),
+    ("top_k", np.float64(5)),
     ("top_p", 0.0),
     ("top_p", 1.01),
     ("top_p", float("nan")),
@@ -50,6 +60,9 @@ REFUSED = [
     ("logit_bias", {"5": 0.0}),
     ("logit_bias", {5: 101.0}),
     ("logit_bias", {5: float("nan")}),
+    ("logit_bias", {5: 10**400}),
+    ("logit_bias", {10**5000: 1}),
+    ("logit_bias", {True: 1}),
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0)),
     ("bad_token_ids", "abc"),
     ("bad_token_ids", [-1]),
@@ -77,10 +90,22 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED)
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=range(len(REFUSED)))
 def test_refuses_and_names_the_field(name, value):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=name) as refusal:
         SamplingParams(**{name: value})
+    assert len(str(refusal.value)) < 200
+
+
+def test_values_are_shown_by_their_beginning():
+    assert shown({"a": [1, "b", None]}) == "{'a': [1, 'b', None]}"
+    assert shown(-(10**5000)) == "an integer of 16610 bits"
+    nested = value = []
+    for _ in range(100_000):
+        value.append(value := [])
+    for large in ("x" * 10**7, list(range(10**6)), dict.fromkeys(range(10**6)), nested):
+        assert len(shown(large)) <= 80
+        assert shown(large).startswith(("'xxx", "[0, 1", "{0: None, 1", "[[[["))
 
 
 def test_refuses_contradictions():

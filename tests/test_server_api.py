@@ -210,6 +210,7 @@ def test_chat_template_controls(srv):
     assert (status, error["error"]["param"]) == (400, "messages")
     assert srv.chat("x", chat_template="raise")[0] == 400
     assert srv.chat("x", chat_template_kwargs={"messages": []})[0] == 400
+    srv.good(srv.chat("x", chat_template_kwargs={"self": 1, "param": 2, "function": 3}))
     both = srv.chat("x", continue_final_message=True, add_generation_prompt=True)
     assert both[0] == 400
 
@@ -354,6 +355,10 @@ def test_a_bug_in_admission_is_a_500_for_all_samples_of_the_call_alone(srv):
         ({"presence_penalty": 5}, "presence_penalty"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias"),
+        ({"logit_bias": {"٣": 5}}, "logit_bias"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
+        ({"temperature": 10**400}, "temperature"),
         ({"logit_bias": {"300": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

@@ -1,6 +1,8 @@
 """Tokenizers from GGUF metadata and Hugging Face folders, against the oracle."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +64,25 @@ def test_special_tokens_of_smollm2(smollm2):
     assert smollm2.id_to_token(2) == "<|im_end|>"
     assert smollm2.id_to_token(1 << 20) is None
     assert smollm2.encode("Hello") == [19556]
+
+
+def test_a_long_text_lets_other_threads_run(smollm2):
+    """Digits are a token each: half a second or more, in which a server has streams to serve."""
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(smollm2.encode, "1" * 400_000)
+        turns = 0
+        while not long.done():
+            time.sleep(0.001)
+            turns += 1
+        ids = long.result()
+        assert turns > 10
+        long = pool.submit(smollm2.decode, ids * 4)
+        turns = 0
+        while not long.done():
+            time.sleep(0.001)
+            turns += 1
+    assert long.result() == "1" * 1_600_000
+    assert turns > 5
 
 
 def test_ids_and_text_outside_the_vocabulary(tiny):
@@ -347,7 +368,8 @@ def test_a_panic_of_the_library_is_an_ordinary_error(monkeypatch):
     def panic(*args, **kwargs):
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(tokenizer, "backend", SimpleNamespace(encode=panic, decode=panic))
+    backend = SimpleNamespace(encode_batch_fast=panic, decode_batch=panic)
+    monkeypatch.setattr(tokenizer, "backend", backend)
     for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([5])):
         with pytest.raises(RuntimeError, match="tokenizer failed: index out of bounds"):
             call()
