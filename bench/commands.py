@@ -1,6 +1,6 @@
 """`octavo bench WHAT --flags`: every benchmark is a command here."""
 
-from octavo.bench import engine, kernel, plots, serve, server_bench, stages, startup
+from octavo.bench import engine, kernel, plots, serve, server_bench, soak, stages, startup
 from octavo.serve.cli import Command
 from octavo.serve.config import EngineConfig
 
@@ -12,6 +12,7 @@ USAGE = """usage: octavo bench WHAT [--flags]
   throughput  tokens a second over a mix of requests, offline
   serve       latency and throughput of any OpenAI server, from outside
   load        what the server costs when the engine costs nothing
+  soak        mixed traffic on a real server: every answer checked, pages, memory
   startup     process start to first token, cold and warm
   context     one very long prompt: prefill, decode, memory
   all         every recorded figure in resumable stages
@@ -29,6 +30,7 @@ COMMANDS = {
     "throughput": Command(engine.command("throughput"), ENGINE, engine.define, engine.HELP),
     "serve": Command(serve.run, (), serve.define, serve.HELP),
     "load": Command(server_bench.run, (), server_bench.define, server_bench.HELP),
+    "soak": Command(soak.run, (), soak.define, soak.HELP),
     "startup": Command(startup.run, ENGINE, startup.define, startup.HELP),
     "context": Command(engine.run_context, ENGINE, engine.define, engine.HELP),
     "all": Command(stages.run, (), stages.define, stages.HELP),

@@ -12,22 +12,23 @@ MIB = 1 << 20
 MIB_PER_1000 = 1.0
 """Growth at most, MiB per 1,000 requests."""
 
-SAMPLE_SECONDS = 0.1
+SAMPLES, POLL_SECONDS = 400, 0.005
 
 type Sizes = list[tuple[int, dict[str, float]]]
 """Requests answered so far, and resident bytes by kind of process."""
 
 
 async def watched(
-    server: ServerTree, done: Callable[[], int], work: Coroutine[Any, Any, Any]
+    server: ServerTree, count: int, done: Callable[[], int], work: Coroutine[Any, Any, Any]
 ) -> Sizes:
-    """Sizes at moments of `work`, which has answered done() requests."""
+    """Sizes at up to SAMPLES moments of `work`, which has answered done() of `count` requests."""
     sizes = [(done(), server.resident())]
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
-            sizes.append((done(), server.resident()))
+            await asyncio.sleep(POLL_SECONDS)
+            if done() >= sizes[-1][0] + max(1, count // SAMPLES):
+                sizes.append((done(), server.resident()))
 
     watching = asyncio.create_task(watch())
     try:
@@ -53,8 +54,6 @@ def growth(sizes: Sizes, count: int) -> dict[str, Any]:
 
 def _slope(sizes: Sizes, kind: str, since: int) -> float:
     last = [(done, size[kind]) for done, size in sizes if done >= since]
-    if len({done for done, _ in last}) < 3:
-        return float("nan")
     return statistics.linear_regression(*zip(*last)).slope * 1000 / MIB
 
 

@@ -8,8 +8,8 @@ throughput  tokens a second of --streams streams at once, the engine emitting as
             from the first request sent to the last answer's end
 latency     at --rate tokens a second, how old a token is when its event arrives, while all
             streams run
-memory      resident memory of the server's processes over --requests short requests, every second
-            one streamed: least-squares slope of the last quarter
+memory      resident memory of the engine core and of what answers HTTP over --requests short
+            requests, every second one streamed: least-squares slope of the last quarter
 """
 
 import asyncio
@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import re
-import statistics
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, cast
@@ -26,14 +25,16 @@ from typing import Any, cast
 from absl import flags
 
 from octavo.bench.clock_engine import ages_of
-from octavo.bench.clock_server import ServerTree, running
+from octavo.bench.clock_server import running
+from octavo.bench.growth import MIB_PER_1000, growth, watched
 from octavo.bench.report import Results, flag_values, percentile, rounded
+from octavo.bench.server_tree import ServerTree
 from octavo.serve.api import loop_factory
 from octavo.serve.flags import UsageError
 
 STAGES = ("throughput", "latency", "memory")
 COLUMNS = ("what", "streams", "tok_s", "age_ms_p50", "age_ms_p99", "mib_per_1000", "bar")
-BARS = {"throughput": 12_000.0, "latency": 20.0, "memory": 1.0}
+BARS = {"throughput": 12_000.0, "latency": 20.0, "memory": MIB_PER_1000}
 """Tokens a second at least, milliseconds of the 99th percentile at most, MiB per 1,000 at most."""
 
 PACKAGES = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec")
@@ -41,12 +42,10 @@ RAMP_SECONDS = 2.0
 """Time over which the streams of the latency stage begin."""
 
 MEMORY_LANES, MEMORY_TOKENS = 64, 8
-SAMPLE_SECONDS = 0.1
 
 GOOD = b"HTTP/1.1 200 "
 END_OF_EVENT = b"\n\n"
 WORD = re.compile(rb'"text":" ([a-z]+)"')
-MIB = 1 << 20
 HELP = """[--flags]
 
   --stages=throughput,latency,memory
@@ -150,27 +149,19 @@ def memory(flag: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One line."""
     count = flag["requests"]
     with running(api_processes=flag["api_processes"]) as server:
+        lanes = _Lanes(server, count)
         begun = time.monotonic()
-        sizes = _together(_short_requests(server, count))
+        sizes = _together(watched(server, count, lambda: lanes.done, lanes.run()))
         seconds = time.monotonic() - begun
-    last = [(done, size) for done, size in sizes if done >= count * 3 // 4]
-    slope, _ = statistics.linear_regression(*zip(*last)) if len(last) > 2 else (float("nan"), 0)
-    growth = slope * 1000 / MIB
+    found = growth(sizes, count)
     yield {
         "requests": count,
         "tokens": MEMORY_TOKENS,
         "seconds": rounded(seconds, 1),
         "req_s": rounded(count / seconds, 1),
-        "rss_mib": [rounded(_at(sizes, count * k // 4) / MIB, 2) for k in range(5)],
-        "samples": len(last),
-        "mib_per_1000": rounded(growth),
-        "met": growth <= BARS["memory"],
+        **found,
+        "met": found["mib_per_1000"] <= BARS["memory"],
     }
-
-
-def _at(sizes: list[tuple[int, int]], done: int) -> int:
-    """The size at the sample nearest to `done` requests."""
-    return min(sizes, key=lambda sample: abs(sample[0] - done))[1]
 
 
 class _Usage:
@@ -283,25 +274,21 @@ async def _crowd(
     return await asyncio.gather(*map(one, range(streams)))
 
 
-async def _short_requests(server: ServerTree, count: int) -> list[tuple[int, int]]:
-    """(requests answered, resident bytes of the server) at moments of the run."""
-    sizes, todo, done = [(0, server.resident())], iter(range(count)), 0
+class _Lanes:
+    """`count` short requests, MEMORY_LANES at a time; `done` have been answered."""
 
-    async def lane() -> None:
-        nonlocal done
-        for i in todo:
-            await _ask(server, MEMORY_TOKENS, streamed=i % 2 == 0)
-            done += 1
+    def __init__(self, server: ServerTree, count: int) -> None:
+        self._server = server
+        self._todo = iter(range(count))
+        self.done = 0
 
-    async def watch() -> None:
-        while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
-            sizes.append((done, server.resident()))
+    async def run(self) -> None:
+        await asyncio.gather(*[self._lane() for _ in range(MEMORY_LANES)])
 
-    watching = asyncio.create_task(watch())
-    await asyncio.gather(*[lane() for _ in range(MEMORY_LANES)])
-    watching.cancel()
-    return [*sizes, (done, server.resident())]
+    async def _lane(self) -> None:
+        for i in self._todo:
+            await _ask(self._server, MEMORY_TOKENS, streamed=i % 2 == 0)
+            self.done += 1
 
 
 def _together[Found](work: Coroutine[Any, Any, Found]) -> Found:

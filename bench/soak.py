@@ -85,7 +85,9 @@ def soak(server: ServerTree, count: int, at_once: int, copies: int, seed: int) -
     traffic = Soak(server.port, good, bad, expected)
     begun = time.monotonic()
     work = traffic.run(count, at_once, seed)
-    sizes = asyncio.run(watched(server, lambda: traffic.done, work), loop_factory=loop_factory())
+    sizes = asyncio.run(
+        watched(server, count, lambda: traffic.done, work), loop_factory=loop_factory()
+    )
     seconds = time.monotonic() - begun
     at_rest = rests(server.port)
     again = asyncio.run(_alone(server, [*good, *bad]), loop_factory=loop_factory())
