@@ -185,7 +185,7 @@ def _real(name: str, value: Any, low: float, high: float, low_included: bool = T
     try:
         number = float(value)
     except OverflowError:  # an integer beyond every float
-        number = math.inf if value > 0 else -math.inf
+        number = math.inf
     if math.isnan(number) or not low <= number <= high or (number == low and not low_included):
         raise ValueError(f"{name} must be in {span}, got {shown(value)}")
     return number

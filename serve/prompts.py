@@ -34,11 +34,11 @@ class Tokenizer(TextDecoder, Protocol):
         """The source of the template for conversations with tools."""
         ...
 
-    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> list[int]:
         """Ids of a rendered conversation, without a second BOS."""
         ...
 
-    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
         """A conversation rendered by the chat template."""
         ...
 
