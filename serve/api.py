@@ -145,6 +145,9 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.drain_seconds
         while self._client.in_flight or self._server.server_state.tasks:
-            if loop.time() >= deadline or self._server.force_exit:
+            if self._server.force_exit:
+                return
+            if loop.time() >= deadline:
+                log.warning("%d samples still ran at the drain's deadline", self._client.in_flight)
                 return
             await asyncio.sleep(POLL_SECONDS)

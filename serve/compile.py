@@ -40,6 +40,12 @@ class ProgramKey:
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:20]
         return f"{self.kind}-{digest}"
 
+    def __str__(self) -> str:
+        """For the log."""
+        if self.bucket is None:
+            return f"{self.kind} {self.size}"
+        return f"{self.kind} {self.bucket.label}, {self.bucket.pages} pages a row"
+
 
 @dataclass(frozen=True)
 class Lowerable:
@@ -97,12 +103,15 @@ class Programs:
         return program
 
     def warm(self, keys: Iterable[ProgramKey], *, workers: int, progress: bool = False) -> None:
-        """Make every key ready, compiling in parallel threads, then seal the set."""
+        """Make every key ready, compiling in parallel threads."""
         todo = [key for key in keys if key not in self._programs]
         with ThreadPoolExecutor(max_workers=workers) as pool:
             done = pool.map(self.get, todo)
             for _ in tqdm(done, "compiling", len(todo), disable=not progress, unit="program"):
                 pass
+
+    def seal(self) -> None:
+        """There is nothing left to compile: from now on a compile is late."""
         self._sealed = True
 
     def items(self) -> list[tuple[ProgramKey, Any]]:
@@ -136,6 +145,7 @@ class Programs:
             return known or self._compile(key)
 
     def _compile(self, key: ProgramKey) -> Any:
+        log.info("compiling %s", key)
         start = time.perf_counter()
         lowerable = self._build(key)
         program = lowerable.function.lower(*lowerable.args).compile()
@@ -143,7 +153,7 @@ class Programs:
         with self._lock:
             self.stats.compiled += 1
             self.stats.compile_seconds += seconds
-        log.info("compiled %s %s in %.1f s", key.kind, key.bucket or key.size, seconds)
+        log.info("compiled %s in %.1f s", key, seconds)
         self._save(key, program)
         return program
 
@@ -162,7 +172,7 @@ class Programs:
         if self._strict:
             raise RuntimeError(f"compile after warm-up: {key}")
         self.stats.after_seal += 1
-        log.warning("compile after warm-up stalls running requests: %s", key)
+        log.warning("compiling after warm-up stalls running requests: %s", key)
 
 
 def read_program(payload: bytes, devices: Sequence[Any]) -> Any:

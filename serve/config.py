@@ -66,7 +66,9 @@ class EngineConfig:
         0.0, "seconds that a request may have to wait for admission by estimate; 0: no limit"
     )
     warmup: str = setting(
-        AUTO, "all: compile all at start; lazy: at first use; auto: all in a GPU server, else lazy"
+        AUTO,
+        "compiled at start: all, common (plain short requests), lazy (nothing, all at first use); "
+        "auto: all in a GPU server, common in a CPU server, else lazy",
     )
     artefact_dir: str = setting(AUTO, "where compiled programs are kept; empty: nowhere")
     seed: int | None = setting(None, "seeds the requests that bring none; empty: from the system")
@@ -78,7 +80,7 @@ class EngineConfig:
         _one_of(self, "generation_config", (AUTO, "none"))
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "attention", ATTENTION_IMPLS)
-        _one_of(self, "warmup", (AUTO, "all", "lazy"))
+        _one_of(self, "warmup", (AUTO, "all", "common", "lazy"))
         if not self.model:
             raise ValueError("model must name a path, a Hugging Face id or a packaged model")
         self.tensor_parallel  # noqa: B018  (validates mesh)

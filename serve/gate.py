@@ -14,6 +14,7 @@ from octavo.serve.timing import Visit
 
 OPEN_PATHS = frozenset(
     {
+        "/",
         "/docs",
         "/health",
         "/health/live",

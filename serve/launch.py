@@ -31,7 +31,7 @@ from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.engine import Engine
 from octavo.serve.grammar import Grammars
 from octavo.serve.grammar_compile import load_tokens
-from octavo.serve.limits import Limits, Memory, page_size_of, resolve_limits
+from octavo.serve.limits import GIB, Limits, Memory, page_size_of, resolve_limits
 from octavo.serve.programs import ProgramBuilder, ProgramSettings
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
@@ -78,15 +78,27 @@ def build_engine(config: EngineConfig, *, serving: bool = True, strict: bool = F
     timeline.ended("weights")
     engine = assemble(config, checkpoint, serving=serving, strict=strict)
     timeline.ended("sizes")
+    _warm(engine, config, serving=serving)
     programs = engine.runner.programs
-    if config.warmup == "all" or (config.warmup == AUTO and serving and devices.on_gpu()):
-        keys = engine.runner.builder.warmup_keys()
-        programs.warm(keys, workers=os.cpu_count() or 1, progress=config.progress)
     timeline.ended("programs")
     timeline.compiled, timeline.loaded = programs.stats.compiled, programs.stats.loaded
     engine.timeline = timeline
     log.info("%s", timeline)
     return engine
+
+
+def _warm(engine: Engine, config: EngineConfig, *, serving: bool) -> None:
+    """Make programs ready before the first request, as many as the setting says."""
+    wanted = config.warmup
+    if wanted == AUTO:
+        wanted = "lazy" if not serving else "all" if devices.on_gpu() else "common"
+    builder, programs = engine.runner.builder, engine.runner.programs
+    workers = os.cpu_count() or 1
+    if wanted == "all":
+        programs.warm(builder.warmup_keys(), workers=workers, progress=config.progress)
+        programs.seal()
+    elif wanted == "common":
+        programs.warm(builder.common_keys(), workers=workers, progress=config.progress)
 
 
 def load(config: EngineConfig, *, to_run: bool = True) -> Checkpoint:
@@ -131,7 +143,7 @@ def assemble(
         _scheduler_config(config, limits, layout.dtype, serving=serving),
         budget.prefill_tokens if budget else None,
     )
-    log.info("%s: %s, %d KV pages of %d", config.model, limits, limits.num_pages, page_size)
+    log.info("%s: %s (%.2f GiB)", config.model, limits, layout.num_pages * layout.page_bytes / GIB)
     return Engine(
         runner,
         scheduler,

@@ -39,6 +39,14 @@ class Limits:
     max_num_seqs: int
     max_batch_tokens: int
 
+    def __str__(self) -> str:
+        """One line, for the log."""
+        return (
+            f"context of {self.max_model_len} tokens, {self.max_num_seqs} rows, "
+            f"{self.max_batch_tokens} tokens a step, {self.num_pages} KV pages of {self.page_size} "
+            "tokens"
+        )
+
     @property
     def max_pages(self) -> int:
         """Pages of the longest row."""

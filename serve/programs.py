@@ -127,6 +127,20 @@ class ProgramBuilder:
         keys += [ProgramKey("reset", size=size) for size in self.settings.reset_sizes()]
         return keys
 
+    def common_keys(self) -> list[ProgramKey]:
+        """What plain requests need that come one after the other, with prompts of usual length."""
+        buckets, flags = self.settings.buckets, COMMON_FLAGS
+        prompts = [buckets.mixed(tokens, 1, 1) for tokens in buckets.mixed_tokens[:2]]
+        decode = buckets.decode(1, 1)
+        rows = [bucket.rows for bucket in prompts]
+        if self.settings.max_decode_steps > 1:
+            keys = [self.decode_key(decode, one) for one in flags]
+        else:
+            keys = [ProgramKey("forward", decode)]
+            rows.append(decode.rows)
+        keys += [ProgramKey("forward", bucket) for bucket in prompts]
+        return keys + [self.sample_key(size, one) for size in sorted(set(rows)) for one in flags]
+
     def sample_key(self, rows: int, flags: SamplingFlags) -> ProgramKey:
         """Key of the sampling program for `rows` rows."""
         return ProgramKey(

@@ -111,6 +111,21 @@ async def live(request: Request) -> Response:
     return _json({"status": status}, 503 if status == "failed" else 200)
 
 
+@router.get("/", response_model=None)
+async def root(request: Request) -> Response:
+    """What this is, and where to go on."""
+    return _json(
+        {
+            "name": "Octavo",
+            "version": context_of(request).version,
+            "documentation": "/docs",
+            "health": "/health",
+            "models": "/v1/models",
+            "metrics": "/metrics",
+        }
+    )
+
+
 @router.get("/version", response_model=None)
 async def version(request: Request) -> Response:
     """What answers: version, settings, weights."""

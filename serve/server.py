@@ -87,6 +87,7 @@ class Server:
         scheme = "https" if config.tls_cert else "http"
         self._address = "{}://{}:{}".format(scheme, *listeners[0].getsockname()[:2])
         self._model = engine_config.model
+        self._drain = config.drain_seconds
         self._names = ", ".join(config.served_model_name or (engine_config.model,))
         self._supervisor = CoreSupervisor(parts.engine, engine_config, config, self._publish)
         self._front: ApiServer | Fleet
@@ -112,6 +113,7 @@ class Server:
             for task in watching:
                 task.cancel()
             await self._supervisor.stop()
+        log.info("ended, exit code %d", self._code)
         return self._code
 
     def _publish(self, news: EngineNews) -> None:
@@ -146,4 +148,7 @@ class Server:
             self._code = EXIT_INTERRUPTED
             self._supervisor.kill()
             self._front.end()
+            log.info("%s again: ending at once", number.name)
+        else:
+            log.info("%s: draining, requests that run have %g s to end", number.name, self._drain)
         self._front.drain()

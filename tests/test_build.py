@@ -231,7 +231,7 @@ def test_build_compiles_once_and_its_artefacts_are_looked_after(octavo, tmp_path
 )
 def test_flags_that_do_not_go_together_are_refused(octavo, args):
     code, _, err = octavo(*args)
-    assert code == 1
+    assert code == 2
     assert "build takes one of" in err
 
 

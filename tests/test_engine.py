@@ -186,6 +186,7 @@ def test_no_compile_after_warm_up():
     # Of the sampling variants those that the requests need: each costs seconds to compile.
     rare = {flags for flags in SAMPLING_FLAGS if flags.grammar or flags.logprobs > 5}
     programs.warm([key for key in keys if key.flags not in rare], workers=2)
+    programs.seal()
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setattr(engine.runner, "programs", programs)
@@ -193,6 +194,25 @@ def test_no_compile_after_warm_up():
         run(engine, [Request("p", (5, 6, 7), greedy(3, logprobs=3, prompt_logprobs=1))])
     with pytest.raises(RuntimeError, match="compile after warm-up"):
         programs.get(ProgramKey("logits", size=7))
+
+
+@pytest.mark.parametrize("decode_steps", [1, 8])
+def test_the_common_programs_are_what_plain_requests_need(decode_steps):
+    engine = tiny_engine(max_decode_steps=decode_steps)
+    builder, store = engine.runner.builder, engine.runner.programs.store
+    few = ProgramBuilder(
+        builder.graph, builder.layout, replace(builder.settings, max_decode_steps=decode_steps)
+    )
+    programs = Programs(few.build, store, devices=jax.devices()[:1], strict=True)
+    programs.warm(few.common_keys(), workers=2)
+    programs.seal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "programs", programs)
+        patch.setattr(engine.runner, "builder", few)
+        patch.setattr(engine.runner, "settings", few.settings)
+        for length, params in ((3, greedy(20)), (30, SamplingParams(max_tokens=20, seed=1))):
+            _, last = run(engine, [Request("r", tuple(range(5, 5 + length)), params)])
+            assert last["r"].finish_reason == "length"
 
 
 @pytest.mark.parametrize("kind", ["forward", "decode"])

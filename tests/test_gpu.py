@@ -116,6 +116,7 @@ def test_8b_shape_with_64_concurrent_requests():
     keys += [builder.decode_key(bucket, drawing) for bucket in decode]
     keys += [builder.sample_key(bucket.rows, drawing) for bucket in decode]
     programs.warm(keys, workers=16)
+    programs.seal()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1000, 100000, rng.integers(5, 600)).tolist() for _ in range(64)]
     params = [

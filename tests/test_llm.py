@@ -11,7 +11,9 @@ from tiny import ARTEFACTS
 import octavo
 from octavo.interrupts import interrupts_deferred
 from octavo.sampling.params import SamplingParams
+from octavo.serve.config import EngineConfig
 from octavo.serve.inflight import InFlight
+from octavo.serve.launch import build_engine
 from octavo.serve.queue import QueueFull
 
 MODEL = FOLDER / "llama_tied"
@@ -343,3 +345,19 @@ def test_a_config_file_configures_and_keywords_win(tmp_path):
     llm = octavo.LLM(config=path, num_pages=40)
     assert llm.config.num_pages == 40
     assert llm.generate([prompts()[1]], greedy(4))[0].outputs[0].token_ids == continuations()[1][:4]
+
+
+@pytest.mark.parametrize(
+    ("serving", "fields", "found"),
+    [
+        (False, {}, "nothing"),
+        (True, {}, "common"),
+        (False, {"warmup": "common"}, "common"),
+        (True, {"warmup": "lazy"}, "nothing"),
+    ],
+)
+def test_warm_up_on_a_cpu(serving, fields, found):
+    engine = build_engine(EngineConfig(str(MODEL), **SIZES, **fields), serving=serving)
+    common = set(engine.runner.builder.common_keys())
+    ready = {key for key, _ in engine.runner.programs.items()}
+    assert ready == (common if found == "common" else set())

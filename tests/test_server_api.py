@@ -522,6 +522,17 @@ def test_health_and_version(srv):
     assert body["system_fingerprint"].endswith(body["config_hash"])
 
 
+def test_the_root_says_where_to_go_on(srv):
+    pages = srv.good(srv.get("/"))
+    assert (pages.pop("name"), pages.pop("version")) == (
+        "Octavo",
+        srv.get("/version")[2]["version"],
+    )
+    assert {"/docs", "/health", "/v1/models"} <= set(pages.values())
+    for path in pages.values():
+        assert srv.get(path)[0] == 200
+
+
 def test_metrics(srv):
     from prometheus_client.parser import text_string_to_metric_families
 

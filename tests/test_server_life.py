@@ -54,6 +54,8 @@ def test_loading_draining_and_exit_without_heavy_modules():
         assert rest.endswith(b"data: [DONE]\n\n")
         assert exit_code(server) == 0
         assert "heavy modules: []" in server.log
+        assert "SIGTERM: draining, requests that run have 30 s to end" in server.log
+        assert "ended, exit code 0" in server.log
 
 
 def test_the_drain_has_a_deadline():
@@ -64,6 +66,7 @@ def test_the_drain_has_a_deadline():
         rest = response.read()
         connection.close()
         assert b"shutting down" in rest
+        assert "1 samples still ran at the drain's deadline" in server.log
         assert exit_code(server) == 0
         assert gone(core)
 
@@ -76,6 +79,7 @@ def test_a_second_interrupt_ends_at_once():
         server.wait(lambda: server.status() == "draining")
         server.signal(signal.SIGINT)
         assert exit_code(server) == 130
+        assert "SIGINT again: ending at once" in server.log
         hang_up(*stream)
         assert gone(core)
 
