@@ -56,6 +56,7 @@ def add_samples(
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 grammar=wanted.structured.grammar if wanted.structured else None,
+                thinking=wanted.thinking,
             )
             job.add(prompt, request)
 

@@ -13,6 +13,7 @@ from octavo.serve.prompts import Tokenizer
 from octavo.serve.reasoning import OPEN as THINK
 from octavo.serve.reasoning import ThinkParser
 from octavo.serve.required_calls import RequiredCalls
+from octavo.serve.thinking import Thinking
 from octavo.serve.tool_formats import (
     ForcedCallParser,
     HermesParser,
@@ -96,6 +97,7 @@ class AnswerPlan:
         grammar: what a required or forced call has to look like.
         forced: the tool choice named the function.
         reasoning: reasoning is taken out and counted.
+        thinking: a bound for it, None for none.
         splitter: makes the splitter of one sample.
     """
 
@@ -104,6 +106,7 @@ class AnswerPlan:
     forced: bool
     reasoning: bool
     splitter: Callable[[], AnswerSplitter]
+    thinking: Thinking | None = None
 
 
 PLAIN = AnswerPlan(frozenset(), None, False, False, lambda: AnswerSplitter(None, None))

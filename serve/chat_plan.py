@@ -1,13 +1,14 @@
 """A chat request's prompt, and how its answers are to be read."""
 
+from dataclasses import replace
 from typing import Any
 
 from octavo.serve.chat_formats import AnswerPlan, answer_plan
 from octavo.serve.context import ServerContext
-from octavo.serve.errors import invalid
+from octavo.serve.errors import invalid, unsupported
 from octavo.serve.prompts import Prompt, chat_options, normalise_messages
 from octavo.serve.protocol import ChatBody
-from octavo.serve.reasoning import CLOSE, TAIL_TOKENS, ends_in_reasoning
+from octavo.serve.reasoning import CLOSE, TAIL_TOKENS, ends_in_reasoning, thinking_bound
 from octavo.serve.reasoning_effort import effort_variables
 from octavo.serve.structured import Structured
 from octavo.serve.tool_request import tool_use
@@ -40,7 +41,22 @@ async def plan_chat(
     if opened and ruled:
         closing = await context.encoder.text(f"\n{CLOSE}\n\n", False)
         prompt = Prompt((*prompt.ids, *closing.ids))
-    return prompt, plan
+    return prompt, _bounded(context, body, plan, opened=opened)
+
+
+def _bounded(
+    context: ServerContext, body: ChatBody, plan: AnswerPlan | None, *, opened: bool
+) -> AnswerPlan | None:
+    """The plan with the bound of reasoning that the body asks for."""
+    if body.thinking_token_budget is None:
+        return plan
+    if not context.formats.reasoning:
+        reason = "this model's answers hold no reasoning; see the setting reasoning_parser"
+        raise unsupported("thinking_token_budget", reason)
+    tokenizer = context.encoder.need_tokenizer("messages")
+    bound = thinking_bound(tokenizer, body.thinking_token_budget, opened=opened)
+    # Without a parser for it a grammar rules the answer, which holds no reasoning then.
+    return replace(plan, thinking=bound) if plan is not None and plan.reasoning else plan
 
 
 def _effort(context: ServerContext, body: ChatBody) -> dict[str, Any]:

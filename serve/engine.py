@@ -4,8 +4,9 @@
 the previous one's tokens are read, so the device never waits for the host; without it the same
 lines run in order, which is the loop that tests compare against.
 
-A batch with grammars is dispatched in two parts: its forward pass runs while the previous tokens
-are read and the masks made that follow from them, then the masks are uploaded and it samples.
+A batch with grammars, or with reasoning at its bound, is dispatched in two parts: its forward pass
+runs while the previous tokens are read and the masks made that follow from them, then the masks are
+uploaded and it samples.
 """
 
 import logging
@@ -28,6 +29,7 @@ from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler
 from octavo.serve.step_budget import StepBudget
 from octavo.serve.step_clock import StepClock
+from octavo.serve.thinking import close_due, may_close
 from octavo.serve.timeline import Timeline
 from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatch, TokenEvent
 
@@ -90,8 +92,8 @@ class Engine:
         """Queue a request. Resolves max_tokens, draws the seed, fills in end-of-sequence ids.
 
         One with a grammar is not admitted before that is compiled. Raises ValueError for a prompt
-        that is empty, too long or holds ids outside the vocabulary and for ignore_eos with a
-        grammar, and QueueFull when too many requests wait.
+        that is empty, too long or holds ids outside the vocabulary and for ignore_eos or thinking
+        with a grammar, and QueueFull when too many requests wait.
         """
         check_prompt(request.prompt, self.model_config.vocab_size, self.max_model_len)
         params = request.params
@@ -110,6 +112,7 @@ class Engine:
         request = replace(request, params=params, eos_ids=self.eos_ids)
         if request.grammar is not None and params.ignore_eos:
             raise ValueError("ignore_eos can't be true with a grammar, which says where to end")
+        check_thinking(request, self.model_config.vocab_size)
         self.scheduler.add(request, self._clock(), held=request.grammar is not None)
         if request.grammar is not None:
             self.grammars.start(request)
@@ -150,7 +153,7 @@ class Engine:
     def _begin(self, batch: ScheduledBatch) -> InFlight | Forwarded:
         """Dispatch a batch; one that has to wait for masks up to its logits."""
         begun: InFlight | Forwarded
-        if self.grammars.constrain(batch):
+        if self.grammars.constrain(batch) or may_close(batch):
             begun = self.runner.forward(batch, grammar=True)
         else:
             begun = self.runner.dispatch(batch)
@@ -162,7 +165,9 @@ class Engine:
         """Dispatch the rest of a batch that waits for masks: every token before it is known now."""
         if isinstance(begun, InFlight):
             return begun
-        return self.runner.sample(begun, self.grammars.masks(begun.batch, begun.rows))
+        mask = self.grammars.masks(begun.batch, begun.rows)
+        close_due(begun.batch, mask)
+        return self.runner.sample(begun, mask)
 
     def _commit(self, ready: InFlight, *, more: bool) -> list[TokenEvent]:
         """Wait for a batch's tokens and account for them; `more` if another is on the device."""
@@ -245,6 +250,18 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_model_len: int) -> 
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise ValueError(f"prompt token id {bad} is outside the vocabulary, 0 .. {vocab_size - 1}")
+
+
+def check_thinking(request: Request, vocab_size: int) -> None:
+    """Refuse a bound of reasoning beside a grammar, and tags outside the vocabulary."""
+    if request.thinking is None:
+        return
+    if request.grammar is not None:
+        raise ValueError("thinking and a grammar exclude each other: its text holds no reasoning")
+    for token in (request.thinking.open, request.thinking.close):
+        if not 0 <= token < vocab_size:
+            limit = f"outside the vocabulary 0 .. {vocab_size - 1}"
+            raise ValueError(f"thinking holds token id {token}, {limit}")
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

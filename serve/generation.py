@@ -17,6 +17,7 @@ from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
 from octavo.serve.prompts import Prompt
 from octavo.serve.structured import Structured, failure
+from octavo.serve.thinking import Thinking
 from octavo.serve.timing import SampleTimes, Visit
 from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
 
@@ -35,6 +36,7 @@ class Wanted:
         timing: usage says where the time went.
         shown: special tokens that are spelled out whatever skip_special_tokens says.
         structured: what the text must be, if anything.
+        thinking: a bound for its reasoning, if any.
     """
 
     chat: bool = False
@@ -46,6 +48,7 @@ class Wanted:
     timing: bool = False
     shown: frozenset[int] = frozenset()
     structured: Structured | None = None
+    thinking: Thinking | None = None
 
 
 @dataclass(slots=True)

@@ -88,10 +88,6 @@ class Grammars:
         llguidance fills the rows in its own threads; rows without a grammar, rows whose sample has
         ended meanwhile and padding allow everything.
         """
-        from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
-
-        self._executor = self._executor or LLExecutor()
         mask = np.full((rows, mask_words(self._vocab_size)), ALL_ONES, np.uint32)
         todo = [
             (self._matchers[row.request_id], index)
@@ -99,13 +95,20 @@ class Grammars:
             if row.samples and row.request_id in self._matchers
         ]
         if todo:
-            with panics_are_errors("the grammar library"):
-                fill_next_token_bitmask_par(self._executor, todo, mask.view(np.int32))
-            self._let_all_eos(mask, [index for _, index in todo])
+            self._fill(todo, mask)
         for matcher, index in todo:
             if matcher.is_error():
                 self._failures[batch.rows[index].request_id] = reason(matcher)
         return mask
+
+    def _fill(self, todo: list[tuple["LLMatcher", int]], mask: np.ndarray) -> None:
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        self._executor = self._executor or LLExecutor()
+        with panics_are_errors("the grammar library"):
+            fill_next_token_bitmask_par(self._executor, todo, mask.view(np.int32))
+        self._let_all_eos(mask, [index for _, index in todo])
 
     def _let_all_eos(self, mask: np.ndarray, rows: list[int]) -> None:
         """Any end-of-sequence id is allowed where the first one is, and nowhere else."""

@@ -28,7 +28,8 @@ _KINDS = {
 def error_fields(error: ApiError) -> dict[str, Any]:
     """The inside of Anthropic's error object."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": kind, "message": error.message}
+    message = error.message.replace("thinking_token_budget", "thinking.budget_tokens")
+    return {"type": kind, "message": message}
 
 
 class Blocks:

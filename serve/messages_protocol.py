@@ -6,8 +6,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from octavo.sampling.shown import shown
-from octavo.serve.errors import ApiError, invalid, unsupported
+from octavo.serve.errors import ApiError, invalid
 from octavo.serve.protocol import ChatBody
+from octavo.serve.reasoning import MAX_BUDGET
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NOT_TEXT = "only text, thinking, tool_use and tool_result blocks are accepted"
@@ -39,8 +40,6 @@ def chat_body(body: MessagesBody) -> ChatBody:
 
     A final assistant message is the start of the answer, which goes on behind it.
     """
-    if body.thinking is not None and _kind(body.thinking) not in ("adaptive", "disabled"):
-        raise unsupported("thinking", "a model reasons as its template says, without a budget")
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
@@ -58,7 +57,21 @@ def chat_body(body: MessagesBody) -> ChatBody:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
+        thinking_token_budget=_budget(body.thinking),
     )
+
+
+def _budget(thinking: Any) -> int | None:
+    """Tokens of reasoning that `thinking` allows; None leaves it to the model."""
+    kind = _kind(thinking)
+    if thinking is None or kind in ("adaptive", "disabled"):
+        return None
+    if kind != "enabled":
+        raise _wrong("thinking.type", f"must be enabled, adaptive or disabled, not {shown(kind)}")
+    budget = thinking.get("budget_tokens")
+    if type(budget) is not int or not 1 <= budget <= MAX_BUDGET:
+        raise _wrong("thinking.budget_tokens", f"must be 1 .. {MAX_BUDGET}, not {shown(budget)}")
+    return budget
 
 
 def _choice(choice: Any) -> tuple[Any, bool | None]:

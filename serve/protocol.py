@@ -47,7 +47,7 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "audio": (_TEXT_ONLY, ()),
     "mm_processor_kwargs": (_TEXT_ONLY, ({},)),
     "prediction": ("predicted outputs are not offered", ()),
-    "thinking_token_budget": ("reasoning has no budget of its own", ()),
+    "thinking_token_budget": ("reasoning is bounded in chats", ()),
     "verbosity": ("the model has no such control", ()),
     "web_search_options": ("the server has no web access", ()),
     "documents": ("pass documents in the messages", ([],)),
@@ -159,6 +159,7 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def top_logprobs_asked(self) -> int | None:

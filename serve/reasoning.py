@@ -1,11 +1,18 @@
 """Reasoning before the answer: `<think>...</think>` at its start, or opened by the prompt."""
 
+from octavo.sampling.params import MAX_INT32
+from octavo.sampling.shown import shown
 from octavo.serve.answer_parser import AnswerParser
 from octavo.serve.answer_reader import Waiting
+from octavo.serve.detokenize import TextDecoder
+from octavo.serve.errors import invalid, unsupported
+from octavo.serve.thinking import Thinking
 
 OPEN, CLOSE = "<think>", "</think>"
 # Enough to hold the tag and the space around it; a token is a character at least.
 TAIL_TOKENS = 16
+MAX_BUDGET = MAX_INT32
+_BLANKS = ("\n", "\n\n", " ")
 
 
 class ThinkParser(AnswerParser):
@@ -40,3 +47,20 @@ def ends_in_reasoning(prompt_end: str, prefill: str = "") -> bool:
     """Whether generation starts inside a block, which the prompt or a prefill has opened."""
     opened = prefill.rpartition(OPEN)
     return (bool(opened[1]) and CLOSE not in opened[2]) or prompt_end.rstrip().endswith(OPEN)
+
+
+def thinking_bound(tokenizer: TextDecoder, budget: int, *, opened: bool) -> Thinking:
+    """The bound of a sample's reasoning; ApiError 400 where tags are not one token each."""
+    field = "thinking_token_budget"
+    if not 0 <= budget <= MAX_BUDGET:
+        raise invalid(f"{field} must be 0 .. {MAX_BUDGET}, not {shown(budget)}", field)
+    open_, close = _one_token(tokenizer, OPEN), _one_token(tokenizer, CLOSE)
+    if open_ is None or close is None:
+        raise unsupported(field, f"{OPEN} and {CLOSE} are not one token each in this model")
+    blanks = (_one_token(tokenizer, blank) for blank in _BLANKS)
+    return Thinking(budget, open_, close, opened, tuple(i for i in blanks if i is not None))
+
+
+def _one_token(tokenizer: TextDecoder, text: str) -> int | None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None

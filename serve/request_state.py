@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from octavo.cache.blocks import BlockTable, pages_for
 from octavo.cache.prefix import PageChain
+from octavo.serve.thinking import NEVER, Reasoning
 from octavo.serve.types import (
     FINISH_ERROR,
     FINISH_LENGTH,
@@ -36,6 +37,7 @@ class RequestState:
         drawn: tokens sampled, those in flight included.
         pending: of these, the ones in flight.
         plain: its sampling may run several steps in one dispatch.
+        reasoning: follows a bound of its reasoning; None without one.
         decoding: every known token is computed or in flight, so that one token a step follows.
         fresh: the next row is the first since admission.
         chain: digests of its full pages; None when its pages must not be shared.
@@ -73,6 +75,7 @@ class RequestState:
         "prompt_len",
         "prompt_logprobs",
         "rank",
+        "reasoning",
         "registered",
         "request",
         "request_id",
@@ -99,6 +102,7 @@ class RequestState:
         self.drawn = 0
         self.pending = 0
         self.plain = params.is_plain and request.grammar is None
+        self.reasoning = Reasoning(request.thinking) if request.thinking else None
         self.finished = False
         self.chain: PageChain | None = None
         wants_prompt = params.prompt_logprobs is not None
@@ -116,6 +120,19 @@ class RequestState:
     def emitted(self) -> int:
         """Committed generated tokens."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def lean_steps(self) -> int:
+        """Decode steps that it may run in one dispatch as far as its sampling goes, at least 1."""
+        if not (self.decoding and self.plain):
+            return 1
+        return NEVER if self.reasoning is None else max(1, self.reasoning.free - self.drawn)
+
+    @property
+    def closing(self) -> Reasoning | None:
+        """Its reasoning, if the next token drawn may have to end it."""
+        reasoning = self.reasoning
+        return reasoning if reasoning is not None and self.drawn >= reasoning.free else None
 
     @property
     def may_hit(self) -> bool:
@@ -175,6 +192,8 @@ class RequestState:
             error = f"{len(tokens)} tokens came back for {row.num_steps} steps"
             return self.event(finish_reason=FINISH_ERROR, error=error)
         self.tokens.extend(tokens)
+        if self.reasoning is not None:
+            self.reasoning.take(tokens)
         if result.complete:
             return self.event(tokens, result.logprobs, FINISH_STOP)
         ended = len(self.tokens) - self.prompt_len >= self.limit

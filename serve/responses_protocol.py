@@ -60,6 +60,7 @@ class ResponsesBody(BaseModel):
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     refused: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
         "previous_response_id": (_STATELESS, ()),
@@ -89,6 +90,7 @@ _SAME_NAME = (
     "priority",
     "cache_salt",
     "chat_template_kwargs",
+    "thinking_token_budget",
 )
 
 

@@ -62,6 +62,7 @@ async def chat_completions(request: Request) -> Response:
         timing=bool(body.return_timing),
         shown=plan.shown if plan else frozenset(),
         structured=structured,
+        thinking=plan.thinking if plan else None,
     )
     asked = body.max_completion_tokens
     asked = body.max_tokens if asked is None else asked

@@ -81,6 +81,15 @@ class Rows:
         """Pages to add before the table holds `tokens` tokens."""
         return max(0, pages_for(tokens, self._page_size) - len(state.table))
 
+    def can_all_grow(self, steps: int) -> bool:
+        """Whether there are pages for so many decode steps of every row, or what is left of it."""
+        missing = 0
+        for state in self.running:
+            end = state.computed + min(steps, state.limit - state.drawn)
+            if end > state.room:
+                missing += self.missing_pages(state, end)
+        return missing <= self.pool.available
+
     def grow(self, state: RequestState, pages: int) -> None:
         """Add pages that are available."""
         state.table.extend(self.pool.allocate(pages))

@@ -225,17 +225,13 @@ class Scheduler:
     def _choose_steps(self, most: int | None) -> int:
         """Decode steps: 1 if it prefills, admits, lacks pages, or a row samples not plainly."""
         steps = min(most or self.config.max_decode_steps, self.config.max_decode_steps)
-        running = self._rows.running
-        if steps == 1 or not all(state.decoding and state.plain for state in running):
+        if steps > 1:
+            steps = min([steps, *(state.lean_steps for state in self._rows.running)])
+        if steps == 1:
             return 1
         if self._waiting and (not self.config.multi_step_when_waiting or self._can_admit()):
             return 1
-        missing = 0
-        for state in running:
-            end = state.computed + min(steps, state.limit - state.drawn)
-            if end > state.room:
-                missing += self._rows.missing_pages(state, end)
-        return steps if missing <= self._rows.pool.available else 1
+        return steps if self._rows.can_all_grow(steps) else 1
 
     def _can_admit(self) -> bool:
         first = self._waiting.first
@@ -272,6 +268,7 @@ class Scheduler:
                     state.prompt_len,
                     state.drawn,
                     state.request,
+                    reasoning=state.closing,
                 )
             )
             states.append(state)
@@ -363,6 +360,7 @@ class Scheduler:
                 generated=state.drawn,
                 request=state.request,
                 emitted=tuple(state.tokens[state.prompt_len :]) if state.fresh else (),
+                reasoning=state.closing if samples else None,
             )
         )
         states.append(state)

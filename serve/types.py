@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve.histogram import Histogram
+from octavo.serve.thinking import Reasoning, Thinking
 
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
@@ -87,6 +88,7 @@ class Request:
         priority: lower runs first.
         cache_salt: part of the prefix-cache key; equal salts share pages.
         grammar: what the text must be; None is anything.
+        thinking: a bound for its reasoning, which a text with a grammar has none of.
         pooling: one of config.POOLINGS for an embedding of the prompt (max_tokens is 0), or "".
     """
 
@@ -98,6 +100,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     grammar: Grammar | None = None
+    thinking: Thinking | None = None
     pooling: str = ""
 
     @property
@@ -170,6 +173,8 @@ class ScheduledRow:
         reset: the row's device state (penalty counts, ...) must be built anew from
             the prompt and `emitted`: True on the first chunk after admission or preemption.
         emitted: tokens sampled before a preemption, on a reset row; else empty.
+        reasoning: set where the drawn token may have to be the one that ends the reasoning; it
+            knows which once every batch before this one is committed.
         prompt_len: tokens of the prompt proper (emitted tokens being recomputed not counted).
         generated: tokens sampled before this dispatch, those in flight included.
     """
@@ -187,6 +192,7 @@ class ScheduledRow:
     generated: int
     request: Request
     emitted: tuple[int, ...] = ()
+    reasoning: Reasoning | None = None
 
     @property
     def query_len(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from octavo.serve.queue import QueueFull
+from octavo.serve.thinking import Reasoning
 from octavo.serve.types import EngineStats, Request, TokenEvent, TokenLogprob
 
 SPECIALS = {"<|bos|>": 256, "<|eos|>": 257, "<|nan|>": 258, "<|boom|>": 259, "<|exit|>": 260}
@@ -26,6 +27,7 @@ UNSPEAKABLE = 299  # no text: decoding it fails
 class ByteTokenizer:
     """One id a byte, specials above; ids beyond those decode to nothing."""
 
+    specials = SPECIALS
     special_ids = frozenset(NAMES)
     vocab_size = VOCAB
     bos_id = BOS
@@ -37,8 +39,8 @@ class ByteTokenizer:
             raise RuntimeError("tokenise fault")
         ids = []
         while text:
-            name = next((n for n in SPECIALS if text.startswith(n)), None)
-            ids += [SPECIALS[name]] if name else list(text[0].encode())
+            name = next((n for n in self.specials if text.startswith(n)), None)
+            ids += [self.specials[name]] if name else list(text[0].encode())
             text = text[len(name) :] if name else text[1:]
         return ids
 
@@ -49,12 +51,13 @@ class ByteTokenizer:
         for i in ids:
             if i < 256:
                 out.append(i)
-            elif i in NAMES and not skip_special_tokens:
-                out += NAMES[i].encode()
+            elif i in self.special_ids and not skip_special_tokens:
+                out += self.id_to_token(i).encode()
         return out.decode(errors="replace")
 
     def id_to_token(self, token_id):
-        return f"<0x{token_id:02X}>" if token_id < 256 else NAMES.get(token_id)
+        names = {i: name for name, i in self.specials.items()}
+        return f"<0x{token_id:02X}>" if token_id < 256 else names.get(token_id)
 
     def render_chat(
         self,
@@ -77,6 +80,13 @@ class ByteTokenizer:
         return self.encode(self.render_chat(messages, **options))
 
 
+class TaggedTokenizer(ByteTokenizer):
+    """One whose think tags are a token each."""
+
+    specials = SPECIALS | {"<think>": 280, "</think>": 281}
+    special_ids = frozenset(specials.values())
+
+
 @dataclass
 class MockConfig:
     """Settings; pickled to the core process."""
@@ -96,11 +106,16 @@ class MockConfig:
 class _Row:
     request: Request
     made: int = 0
+    reasoning: Reasoning | None = None
     added: float = field(default_factory=time.monotonic)
 
 
 def tokenizer(config):
     return ByteTokenizer()
+
+
+def tagged_tokenizer(config):
+    return TaggedTokenizer()
 
 
 def make(config):
@@ -236,6 +251,10 @@ class MockEngine:
             token = text[row.made] if row.made < len(text) else EOS
         if params.logit_bias:
             token = max(params.logit_bias, key=params.logit_bias.get)
+        if request.thinking is not None:
+            row.reasoning = row.reasoning or Reasoning(request.thinking)
+            token = row.reasoning.due or token
+            row.reasoning.take([token])
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_ids))
         stops = stops if row.made >= params.min_tokens else set()
         logprobs = ()

@@ -142,7 +142,9 @@ def test_thinking_comes_first(client):
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].function.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
         ({"extra_body": {"some_future_field": 1}}, "unknown field"),
     ],
 )

@@ -168,7 +168,6 @@ def test_openai_client_puts_streamed_calls_together(srv):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"include_reasoning": 1}, "include_reasoning"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
     ],
 )
