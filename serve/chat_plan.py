@@ -25,7 +25,7 @@ async def plan_chat(
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     special = bool(body.add_special_tokens)
     options = chat_options(body, use, _effort(context, body))
-    prompt = await context.encoder.chat(body.messages, options, special)
+    prompt = await context.encoder.chat(body.messages, options, special, body.weight)
     opened = context.formats.reasoning and _in_reasoning(context, body, prompt)
     plan = answer_plan(
         context.formats,

@@ -27,6 +27,9 @@ from octavo.serve.tracing import Tracing, tracing_to
 from octavo.serve.wire import Ready
 
 TOKENIZER_THREADS = 2
+HEAVY_THREADS = 2
+HEAVY_BYTES = 64 << 10
+"""Requests from this size on are read, rendered and tokenised in threads of their own."""
 
 
 @dataclass
@@ -60,7 +63,8 @@ class ServerContext:
         self.config_hash = digest[:12]
         self.fingerprint = f"octavo-{self.version}-{self.config_hash}"
         self.executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self.encoder = PromptEncoder(None, self.executor)
+        self.heavy = ThreadPoolExecutor(HEAVY_THREADS, thread_name_prefix="heavy")
+        self.encoder = PromptEncoder(None, self.threads_for)
         self.keys = KeyRing(self.config)
         self.collector = ServerCollector(self.names[0])
         self.total: Callable[[], Awaitable[Recorder]] = self._own_total
@@ -69,11 +73,21 @@ class ServerContext:
 
     def attach_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Take the loaded tokenizer, or None for a model without one."""
-        self.encoder = PromptEncoder(tokenizer, self.executor)
+        self.encoder = PromptEncoder(tokenizer, self.threads_for)
         self.table = TokenTable(tokenizer) if tokenizer else None
         if tokenizer is not None and self.table is not None:
             self.formats = chat_formats(self.config, tokenizer, self.table)
         self.tokenizer_ready = True
+
+    def threads_for(self, size: int) -> ThreadPoolExecutor:
+        """The threads for work on so many bytes: nobody's small request waits for a large one."""
+        return self.executor if size < HEAVY_BYTES else self.heavy
+
+    async def off_loop[T](self, size: int, work: Callable[[], T]) -> T:
+        """What `work` on so many bytes returns; if they are many, not on the event loop."""
+        if size < HEAVY_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.heavy, work)
 
     def measured(self) -> Recorder:
         """What this process has recorded until now."""
@@ -128,6 +142,7 @@ class ServerContext:
     def close(self) -> None:
         """Stop the threads, send the last spans."""
         self.executor.shutdown(wait=False, cancel_futures=True)
+        self.heavy.shutdown(wait=False, cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid
-from octavo.serve.protocol import ChatBody
+from octavo.serve.protocol import ChatBody, StopStrings
 from octavo.serve.reasoning import MAX_BUDGET
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -26,7 +26,7 @@ class MessagesBody(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None

@@ -204,7 +204,7 @@ async def run_batch(
     finally:
         client.disconnect()
         await supervisor.stop()
-        context.executor.shutdown(wait=False, cancel_futures=True)
+        context.close()
 
 
 async def _load(supervisor: CoreSupervisor, context: ServerContext, parts: Parts) -> None:

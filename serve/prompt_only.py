@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -11,9 +12,9 @@ from octavo.sampling.shown import shown
 from octavo.serve import errors, responses
 from octavo.serve import types as engine
 from octavo.serve.answering import Guard
-from octavo.serve.context import ServerContext, context_of, read_body, visit_of
+from octavo.serve.bodies import parse_body, take
+from octavo.serve.context import ServerContext, context_of, visit_of
 from octavo.serve.errors import ApiError
-from octavo.serve.protocol import parse_body
 from octavo.serve.types import FINISH_ERROR, TokenEvent
 from octavo.serve.wire import Ready
 
@@ -41,7 +42,7 @@ async def enter[Body: PromptBody](
     """The server's state and the validated body of a request that may come in."""
     context = context_of(request)
     ready = context.require_ready()
-    body = parse_body(kind, await read_body(request, context.config))
+    body = await take(request, partial(parse_body, kind))
     context.check_model(body.model)
     if body.cache_salt == "":
         raise errors.invalid("cache_salt must not be empty", "cache_salt")
@@ -56,12 +57,12 @@ def check_ids(ids: Sequence[int], name: str, ready: Ready, what: str = "") -> No
     """ApiError 400 unless the engine can read these ids; `what` they are, if not the field."""
     if not ids:
         raise errors.invalid(f"{name} must hold at least one token", name)
-    if not 0 <= min(ids) <= max(ids) < ready.vocab_size:
-        limit = f"token ids are 0 .. {ready.vocab_size - 1}"
-        raise errors.invalid(f"{name} holds an id outside the vocabulary: {limit}", name)
     if len(ids) > ready.max_model_len:
         message = f"{what or name}: {len(ids)} tokens, but the context holds {ready.max_model_len}"
         raise ApiError(400, message, param=name, code="context_length_exceeded")
+    if not 0 <= min(ids) <= max(ids) < ready.vocab_size:
+        limit = f"token ids are 0 .. {ready.vocab_size - 1}"
+        raise errors.invalid(f"{name} holds an id outside the vocabulary: {limit}", name)
 
 
 async def run_prompts(

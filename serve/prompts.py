@@ -14,6 +14,8 @@ from octavo.serve.protocol import ChatBody, CompletionBody, TokenizeBody
 from octavo.serve.tool_request import ToolUse
 
 MAX_PROMPTS = 2048
+SEVERAL = 8192
+"""Items that are looked at on the event loop, at most."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NOT_TEXT = "only text parts are accepted; images, audio and files are not supported"
 _TEMPLATE_OWN = frozenset(
@@ -74,6 +76,13 @@ def split_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
                 name,
             )
     return prompt
+
+
+def _items(value: Any) -> int:
+    """Items of a list and of the lists in it."""
+    if not isinstance(value, list) or len(value) > SEVERAL:
+        return len(value) if isinstance(value, list) else 1
+    return len(value) + sum(len(item) for item in value if isinstance(item, list))
 
 
 def _all_ids(items: list[Any]) -> bool:
@@ -176,11 +185,14 @@ def chat_options(
 
 
 class PromptEncoder:
-    """Tokenises and renders in a thread pool. `tokenizer` is None for a model without one."""
+    """Tokenises and renders in threads: those that `threads_for` names for work on so many bytes.
 
-    def __init__(self, tokenizer: Tokenizer | None, executor: Executor) -> None:
+    `tokenizer` is None for a model without one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, threads_for: Callable[[int], Executor]) -> None:
         self.tokenizer = tokenizer
-        self._executor = executor
+        self._threads_for = threads_for
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer; ApiError 400 naming `param` if the model has none."""
@@ -195,41 +207,58 @@ class PromptEncoder:
 
     async def several(self, value: Any, name: str, add_special_tokens: bool) -> list[Prompt]:
         """The prompts in the field `name`."""
-        items = split_prompts(value, name)
+        items = await self.split(value, name)
         return [await self._one(item, add_special_tokens, name) for item in items]
+
+    async def split(self, value: Any, name: str) -> list[str | list[int]]:
+        """`split_prompts`, in a thread where there is much to look at."""
+        count = _items(value)
+        if count <= SEVERAL:
+            return split_prompts(value, name)
+        return await self._in_thread(8 * count, name, split_prompts, value, name)
 
     async def text(self, text: str, add_special_tokens: bool, name: str = "prompt") -> Prompt:
         """One text, of the field `name`."""
         encode = self.need_tokenizer(name).encode
-        ids = await self._in_thread(name, encode, text, add_special_tokens)
+        ids = await self._in_thread(len(text), name, encode, text, add_special_tokens)
         return Prompt(tuple(ids), text)
 
     async def chat(
-        self, messages: Sequence[Any], options: dict[str, Any], add_special_tokens: bool
+        self,
+        messages: Sequence[Any],
+        options: dict[str, Any],
+        add_special_tokens: bool,
+        weight: int = 0,
     ) -> Prompt:
-        """A conversation. The template alone decides special tokens unless told to add them."""
-        tokenizer = self.need_tokenizer("messages")
-        history = normalise_messages(messages)
-        if not add_special_tokens:
-            ids = await self._in_thread("messages", tokenizer.encode_chat, history, **options)
-            return Prompt(tuple(ids))
-        text = await self._in_thread("messages", tokenizer.render_chat, history, **options)
-        return await self.text(text, True)
+        """A conversation of about `weight` bytes.
 
-    async def decoded(self, read: Callable[[], Sequence[int]]) -> str:
+        The template alone decides special tokens unless told to add them.
+        """
+        tokenizer = self.need_tokenizer("messages")
+        run = tokenizer.render_chat if add_special_tokens else tokenizer.encode_chat
+
+        def rendered() -> Any:
+            return run(normalise_messages(messages), **options)
+
+        made = await self._in_thread(weight, "messages", rendered)
+        return await self.text(made, True) if add_special_tokens else Prompt(tuple(made))
+
+    async def decoded(self, read: Callable[[], Sequence[int]], weight: int) -> str:
         """Text of the ids that `read` returns, special tokens spelled out; `read` may be slow."""
         decode = self.need_tokenizer("tokens").decode
-        return await self._in_thread("tokens", lambda: decode(read(), skip_special_tokens=False))
+        return await self._in_thread(
+            weight, "tokens", lambda: decode(read(), skip_special_tokens=False)
+        )
 
     async def _one(self, item: str | list[int], add_special_tokens: bool, name: str) -> Prompt:
         if isinstance(item, str):
             return await self.text(item, add_special_tokens, name)
         return Prompt(tuple(item))
 
-    async def _in_thread(self, param: str, function: Any, /, *args: Any, **options: Any) -> Any:
-        """Run in the pool; what the tokenizer or template refuses is the caller's 400."""
+    async def _in_thread(self, size: int, param: str, function: Any, *args: Any) -> Any:
+        """Run on `size` bytes; what the tokenizer or template refuses is the caller's 400."""
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._executor, lambda: function(*args, **options))
+            return await loop.run_in_executor(self._threads_for(size), function, *args)
         except ValueError as error:
             raise invalid(f"{param}: {error}", param) from None

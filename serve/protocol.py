@@ -4,18 +4,23 @@ Types are checked here (strictly: no "10" for 10); ranges of sampling fields are
 SamplingParams, prompts and messages by `prompts.py`, so that each message names field and range.
 """
 
-import logging
 import re
+import sys
 from collections.abc import Mapping
-from functools import cache
-from typing import Any
+from typing import Annotated, Any, Self
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from octavo.sampling.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from octavo.sampling.params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+)
 from octavo.sampling.shown import shown
-from octavo.serve.errors import ApiError, invalid, unsupported
+from octavo.serve.errors import invalid
 
 # Accepted and without effect: they label, store or route, and change no token.
 HARMLESS = frozenset(
@@ -60,9 +65,6 @@ UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-log = logging.getLogger("octavo.server")
-
-
 class StreamOptions(BaseModel):
     """What a stream reports beside text. Others are refused: each would change the stream."""
 
@@ -70,6 +72,13 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+# Bounded and given up at the first wrong item: each problem found takes a kilobyte to report.
+StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
+Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
 
 
 class StructuredBody(BaseModel):
@@ -102,17 +111,17 @@ class SamplingBody(StructuredBody):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | StopStrings | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: StopTokens | None = None
+    allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -160,6 +169,17 @@ class ChatBody(SamplingBody):
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
+    _bytes: int = PrivateAttr(default=0)
+
+    def came_in(self, size: int) -> Self:
+        """This body, read from so many bytes."""
+        self._bytes = size
+        return self
+
+    @property
+    def weight(self) -> int:
+        """Bytes of the request; without limit where the request brings a template to run."""
+        return sys.maxsize if self.chat_template is not None else self._bytes
 
     @property
     def top_logprobs_asked(self) -> int | None:
@@ -189,62 +209,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = None
-    tokens: list[int]
-
-
-def parse_body[Body: BaseModel](kind: type[Body], raw: bytes, *, any_extra: bool = False) -> Body:
-    """The validated body; ApiError 400 naming the field, its value and what is accepted.
-
-    Unknown fields are refused (ignoring one would answer another question than was asked) unless
-    they are null, harmless, or `any_extra` says that the endpoint has nothing they could change.
-    `kind.refused`, if it has one, goes before UNSUPPORTED and HARMLESS.
-    """
-    try:
-        fields = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise invalid("the request body must be a JSON object")
-    if not any_extra:
-        _refuse_unsupported(kind, fields)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _first_problem(error) from None
-
-
-def _refuse_unsupported(kind: type[BaseModel], fields: dict[str, Any]) -> None:
-    own: Mapping[str, tuple[str, tuple[Any, ...]]] = getattr(kind, "refused", {})
-    for name, value in fields.items():
-        if name in kind.model_fields or value is None:
-            continue
-        if name in HARMLESS and name not in own:
-            _note_ignored(name)
-            continue
-        if name not in own and name not in UNSUPPORTED:
-            raise invalid(f"unknown field {shown(name)}", name[:64])
-        reason, neutral = own.get(name) or UNSUPPORTED[name]
-        if not any(value == option and type(value) is type(option) for option in neutral):
-            raise unsupported(name, reason)
-
-
-@cache
-def _note_ignored(name: str) -> None:
-    """Log a harmless field, the first time that it is sent."""
-    log.info("request field %r is accepted and has no effect", name)
-
-
-def _first_problem(error: ValidationError) -> ApiError:
-    problem = error.errors(include_url=False, include_context=False)[0]
-    where = [str(part) for part in problem["loc"]]
-    param = where[0] if where else None
-    # A union's branches show up in the location; of them only indices help the caller.
-    path = ".".join(
-        where[:1] + [part for part in where[1:] if part.isidentifier() or part.isdigit()]
-    )
-    if problem["type"] == "missing":
-        return invalid(f"{path}: this field is required", param)
-    return invalid(f"{path}: {problem['msg'].lower()}, not {shown(problem['input'])}", param)
+    tokens: TokenIds
 
 
 def sampling_params(

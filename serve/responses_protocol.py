@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid, unsupported
-from octavo.serve.protocol import ChatBody
+from octavo.serve.protocol import ChatBody, StopStrings
 from octavo.serve.responses_input import input_messages
 
 MAX_METADATA = 16
@@ -47,15 +47,15 @@ class ResponsesBody(BaseModel):
     parallel_tool_calls: bool | None = None
     text: Any = None
     reasoning: Any = None
-    metadata: dict[str, str] | None = None
-    include: list[str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_k: int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | StopStrings | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -136,9 +136,6 @@ def _check(body: ResponsesBody) -> None:
         raise invalid(
             f"max_output_tokens must be at least 1, not {shown(most)}", "max_output_tokens"
         )
-    if body.metadata is not None and len(body.metadata) > MAX_METADATA:
-        count = len(body.metadata)
-        raise invalid(f"metadata: at most {MAX_METADATA} entries, not {count}", "metadata")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only accepted with stream=true", "stream_options")
     for asked in body.include or ():

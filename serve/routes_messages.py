@@ -8,15 +8,16 @@ from fastapi import APIRouter, Request, Response
 from octavo.sampling.shown import shown
 from octavo.serve import errors, responses
 from octavo.serve.answering import add_samples, answer
+from octavo.serve.bodies import parse_body, take
 from octavo.serve.chat_formats import PLAIN
 from octavo.serve.chat_plan import plan_chat
-from octavo.serve.context import context_of, read_body, visit_of
+from octavo.serve.context import context_of, visit_of
 from octavo.serve.errors import ApiError
 from octavo.serve.generation import Wanted
 from octavo.serve.messages_generation import MessagesGeneration, error_fields
 from octavo.serve.messages_protocol import MessagesBody, chat_body
 from octavo.serve.openapi import request_schema
-from octavo.serve.protocol import parse_body
+from octavo.serve.protocol import ChatBody
 from octavo.serve.structured import Structured
 
 router = APIRouter()
@@ -40,19 +41,22 @@ def _anthropic(handler: Handler) -> Handler:
     return handle
 
 
+def _read(raw: bytes) -> tuple[MessagesBody, ChatBody]:
+    body = parse_body(MessagesBody, raw)
+    return body, chat_body(body).came_in(len(raw))
+
+
 @router.post("/v1/messages", openapi_extra=request_schema(MessagesBody), response_model=None)
 @_anthropic
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     ready = context.require_ready()
-    raw = await read_body(request, context.config)
-    body = parse_body(MessagesBody, raw)
+    body, chat = await take(request, _read)
     context.check_model(body.model)
     if body.max_tokens is None or body.max_tokens < 1:
         message = f"max_tokens: an integer of at least 1 is required, not {shown(body.max_tokens)}"
         raise errors.invalid(message, "max_tokens")
-    chat = chat_body(body)
     prompt, plan = await plan_chat(context, chat, None)
     plan = plan or PLAIN
     structured = Structured(plan.grammar, "tools") if plan.grammar else None
@@ -72,10 +76,9 @@ async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that a conversation makes."""
     context = context_of(request)
     context.require_ready()
-    raw = await read_body(request, context.config)
-    body = parse_body(MessagesBody, raw)
+    body, chat = await take(request, _read)
     context.check_model(body.model)
-    prompt, _ = await plan_chat(context, chat_body(body), None)
+    prompt, _ = await plan_chat(context, chat, None)
     return Response(
         responses.to_json({"input_tokens": len(prompt.ids)}), media_type="application/json"
     )

@@ -4,13 +4,14 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.serve import errors
 from octavo.serve.answering import add_samples, answer
+from octavo.serve.bodies import parse_body, take
 from octavo.serve.chat_formats import AnswerPlan
 from octavo.serve.chat_plan import plan_chat
-from octavo.serve.context import ServerContext, context_of, read_body, visit_of
+from octavo.serve.context import ServerContext, context_of, visit_of
 from octavo.serve.generation import Generation, Wanted
 from octavo.serve.openapi import request_schema
 from octavo.serve.prompts import Prompt
-from octavo.serve.protocol import ChatBody, CompletionBody, check_combinations, parse_body
+from octavo.serve.protocol import ChatBody, CompletionBody, check_combinations
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.structured import Structured, structured_output
 from octavo.serve.wire import Ready
@@ -23,9 +24,8 @@ async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     context = context_of(request)
     ready = context.require_ready()
-    body = parse_body(CompletionBody, await read_body(request, context.config))
+    body, structured = await take(request, _completion)
     context.check_model(body.model)
-    check_combinations(body)
     wanted = Wanted(
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,
@@ -33,7 +33,7 @@ async def completions(request: Request) -> Response:
         token_ids=bool(body.return_token_ids),
         usage=body.include_usage,
         timing=bool(body.return_timing),
-        structured=structured_output(body),
+        structured=structured,
     )
     _need_text(context, body, wanted)
     prompts = await context.encoder.completion(body)
@@ -46,10 +46,8 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     ready = context.require_ready()
-    body = parse_body(ChatBody, await read_body(request, context.config))
+    body, structured = await take(request, _chat)
     context.check_model(body.model)
-    check_combinations(body)
-    structured = structured_output(body)
     prompt, plan = await plan_chat(context, body, structured)
     if plan is not None and plan.grammar is not None:
         structured = Structured(plan.grammar, "tools")
@@ -69,6 +67,18 @@ async def chat_completions(request: Request) -> Response:
     if asked == 0:
         raise errors.invalid("max_tokens must be at least 1 in a chat, not 0", "max_tokens")
     return await _generate(context, request, body, wanted, ready, [prompt], asked, plan)
+
+
+def _completion(raw: bytes) -> tuple[CompletionBody, Structured | None]:
+    body = parse_body(CompletionBody, raw)
+    check_combinations(body)
+    return body, structured_output(body)
+
+
+def _chat(raw: bytes) -> tuple[ChatBody, Structured | None]:
+    body = parse_body(ChatBody, raw).came_in(len(raw))
+    check_combinations(body)
+    return body, structured_output(body)
 
 
 def _need_text(context: ServerContext, body: CompletionBody, wanted: Wanted) -> None:

@@ -1,14 +1,17 @@
 """Everything that doesn't generate: models, tokenize, health, version, metrics."""
 
+import sys
+
 from fastapi import APIRouter, Request, Response
 
 from octavo.serve import responses
+from octavo.serve.bodies import parse_body, take
 from octavo.serve.context import ServerContext, context_of, read_body
 from octavo.serve.errors import invalid, unknown_model
 from octavo.serve.metrics import exposition
 from octavo.serve.openapi import request_schema
-from octavo.serve.prompts import chat_options
-from octavo.serve.protocol import DetokenizeBody, TokenizeBody, parse_body
+from octavo.serve.prompts import Prompt, chat_options
+from octavo.serve.protocol import DetokenizeBody, TokenizeBody
 from octavo.serve.wire import Ready
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,17 +59,26 @@ async def tokenize(request: Request) -> Response:
     """Ids of a text, or of a conversation rendered by the chat template."""
     context = context_of(request)
     ready = context.require_ready()
-    raw = await read_body(request, context.config)
-    body = parse_body(TokenizeBody, raw, any_extra=True)
+    body, size = await take(request, _to_tokenize)
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
         special = body.add_special_tokens is True
-        prompt = await context.encoder.chat(body.messages, chat_options(body), special)
+        weight = sys.maxsize if body.chat_template is not None else size
+        options = chat_options(body)
+        prompt = await context.encoder.chat(body.messages, options, special, weight)
     else:
         special = body.add_special_tokens is not False
         prompt = await context.encoder.text(body.prompt or "", special)
+    return await context.off_loop(size, lambda: _tokens(context, ready, body, prompt))
+
+
+def _to_tokenize(raw: bytes) -> tuple[TokenizeBody, int]:
+    return parse_body(TokenizeBody, raw, any_extra=True), len(raw)
+
+
+def _tokens(context: ServerContext, ready: Ready, body: TokenizeBody, prompt: Prompt) -> Response:
     answer: dict[str, object] = {
         "count": len(prompt.ids),
         "max_model_len": ready.max_model_len,
@@ -84,7 +96,8 @@ async def detokenize(request: Request) -> Response:
     context = context_of(request)
     ready = context.require_ready()
     raw = await read_body(request, context.config)
-    return _json({"prompt": await context.encoder.decoded(lambda: _ids(raw, context, ready))})
+    text = await context.encoder.decoded(lambda: _ids(raw, context, ready), len(raw))
+    return _json({"prompt": text})
 
 
 def _ids(raw: bytes, context: ServerContext, ready: Ready) -> list[int]:

@@ -3,12 +3,13 @@
 from fastapi import APIRouter, Request, Response
 
 from octavo.serve.answering import add_samples, answer
+from octavo.serve.bodies import parse_body, take
 from octavo.serve.chat_formats import PLAIN
 from octavo.serve.chat_plan import plan_chat
-from octavo.serve.context import context_of, read_body, visit_of
+from octavo.serve.context import context_of, visit_of
 from octavo.serve.generation import Wanted
 from octavo.serve.openapi import request_schema
-from octavo.serve.protocol import check_combinations, parse_body
+from octavo.serve.protocol import ChatBody, check_combinations
 from octavo.serve.responses_generation import ResponsesGeneration
 from octavo.serve.responses_protocol import (
     ResponsesBody,
@@ -26,12 +27,9 @@ async def create_response(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     ready = context.require_ready()
-    body = parse_body(ResponsesBody, await read_body(request, context.config))
-    context.check_model(body.model)
     with in_responses_words():
-        chat = chat_body(body)
-        check_combinations(chat)
-        structured = structured_output(chat)
+        body, chat, structured = await take(request, _read)
+        context.check_model(body.model)
         prompt, plan = await plan_chat(context, chat, structured)
         plan = plan or PLAIN
         if plan.grammar is not None:
@@ -43,3 +41,10 @@ async def create_response(request: Request) -> Response:
         job = ResponsesGeneration(*parts, plan, echoed(body))
         add_samples(job, chat, wanted, ready, [prompt], body.max_output_tokens, identity.id)
         return await answer(job, context, request, stream=bool(body.stream))
+
+
+def _read(raw: bytes) -> tuple[ResponsesBody, ChatBody, Structured | None]:
+    body = parse_body(ResponsesBody, raw)
+    chat = chat_body(body).came_in(len(raw))
+    check_combinations(chat)
+    return body, chat, structured_output(chat)

@@ -17,9 +17,9 @@ from octavo.serve.prompt_only import (
     run_prompts,
     schema,
 )
-from octavo.serve.prompts import split_prompts
 from octavo.serve.responses import LOWEST_LOGPROB
 from octavo.serve.types import TokenEvent
+from octavo.serve.wire import Ready
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
 
@@ -42,7 +42,7 @@ async def score(request: Request) -> Response:
     prompt = _either(body, "prompt", "text_1")
     continuations = _either(body, "continuations", "text_2")
     special = body.add_special_tokens is not False
-    pairs = await _tokens(context, prompt, continuations, special)
+    pairs = await _tokens(context, ready, prompt, continuations, special)
     answer = context.identity("score-")
     requests = []
     for index, (before, after) in enumerate(pairs):
@@ -75,14 +75,15 @@ def _either(body: ScoreBody, name: str, other: str) -> Any:
 
 
 async def _tokens(
-    context: ServerContext, prompt: Any, continuations: Any, special: bool
+    context: ServerContext, ready: Ready, prompt: Any, continuations: Any, special: bool
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(prompt, continuation) as ids, for each continuation.
 
     Texts are encoded joined and cut after as many tokens as the prompt has alone, as evaluation
     harnesses do: a tokenizer may merge characters across the border.
     """
-    (before, *more), afters = split_prompts(prompt), split_prompts(continuations, "continuations")
+    before, *more = await context.encoder.split(prompt, "prompt")
+    afters = await context.encoder.split(continuations, "continuations")
     if more:
         raise errors.invalid(f"prompt must be one prompt, not {1 + len(more)}", "prompt")
     if any(isinstance(after, str) != isinstance(before, str) for after in afters):
@@ -91,6 +92,7 @@ async def _tokens(
     if not isinstance(before, str):
         return [(tuple(before), tuple(after)) for after in afters if not isinstance(after, str)]
     alone = (await context.encoder.text(before, special)).ids
+    check_ids(alone, "prompt", ready)  # before it is encoded again with every continuation
     pairs = []
     for after in afters:
         joined = (await context.encoder.text(f"{before}{after}", special)).ids

@@ -69,6 +69,9 @@ class ByteTokenizer:
         template=None,
         **variables,
     ):
+        if template and template.startswith("wait for "):
+            while not os.path.exists(template.removeprefix("wait for ")):
+                time.sleep(0.01)
         if template == "bug":
             raise RuntimeError("template fault")
         if template == "raise" or variables.get("fail"):

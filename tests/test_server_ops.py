@@ -245,7 +245,7 @@ def test_add_special_tokens_reaches_the_tokenizer(asked, added):
             return [BOS] * add_special_tokens + super().encode(text)
 
     with ThreadPoolExecutor(1) as threads:
-        encoder = PromptEncoder(Recording(), threads)
+        encoder = PromptEncoder(Recording(), lambda size: threads)
         body = CompletionBody(prompt="a", add_special_tokens=asked)
         (prompt,) = asyncio.run(encoder.completion(body))
     assert prompt.ids == ((BOS, 97) if added else (97,))
