@@ -14,7 +14,7 @@ from octavo.serve.app import create_app
 from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.context import ServerContext
-from octavo.serve.core import resolve
+from octavo.serve.core import freeze_loaded, resolve
 from octavo.serve.http_bounds import bounded_http
 from octavo.serve.prompts import Tokenizer
 from octavo.serve.tls import tls_options
@@ -108,6 +108,7 @@ class ApiServer:
         self.context.attach_tokenizer(
             await loop.run_in_executor(self.context.executor, self._tokenizer)
         )
+        freeze_loaded()
 
     async def run(self) -> None:
         """Serve until `drain` or `end`, and end what still runs at the deadline."""

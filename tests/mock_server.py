@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import http.client
 import itertools
 import json
@@ -38,6 +39,7 @@ def main(settings):
     code = run(MockConfig(**settings["engine"]), server, parts)
     loaded = sorted(set(sys.modules) & HEAVY)
     print("heavy modules:", loaded, flush=True)
+    print("objects that collections skip:", gc.get_freeze_count(), flush=True)
     return code
 
 

@@ -56,6 +56,7 @@ def test_loading_draining_and_exit_without_heavy_modules():
         assert "heavy modules: []" in server.log
         assert "SIGTERM: draining, requests that run have 30 s to end" in server.log
         assert "ended, exit code 0" in server.log
+        assert int(server.log.rsplit("collections skip: ")[1].split()[0]) > 20_000
 
 
 def test_the_drain_has_a_deadline():
