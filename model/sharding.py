@@ -27,6 +27,12 @@ def make_mesh(size: int) -> Mesh:
     return jax.make_mesh((size,), (TENSOR,), axis_types=(AxisType.Auto,), devices=devices[:size])
 
 
+def host_mesh() -> Mesh:
+    """A mesh of the host alone, whatever devices there are beside it."""
+    devices = jax.devices("cpu")[:1]
+    return jax.make_mesh((1,), (TENSOR,), axis_types=(AxisType.Auto,), devices=devices)
+
+
 def partition(shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
     """Mesh axis of each dimension; one that the mesh can't divide is refused with the numbers."""
     parts: list[str | None] = []

@@ -154,6 +154,23 @@ class LLM:
                 self._embedded.pop(request.request_id, None)
         return np.stack([_vector(end) for end in ends]) if ends else np.zeros((0, 0), np.float32)
 
+    def reload(self, model: str = "") -> int:
+        """Replace the weights by those of `model`, or by what the present one's files hold now.
+
+        What runs ends on the old weights first, what waits begins on the new; nothing is compiled.
+        Tokenizer and sampling defaults stay. Returns the new weights epoch. ValueError for a model
+        that is damaged or of other shapes: the old weights stay.
+        """
+        staged = self.engine.stage(model)
+        self.engine.gate = "closing"
+        try:
+            while self.engine.begun:
+                self._step()
+            self.engine.swap(staged)
+        finally:
+            self.engine.gate = "open"
+        return self.engine.weights_epoch
+
     # Internals ----------------------------------------------------------------------------------
 
     def _require_tokenizer(self) -> Tokenizer:

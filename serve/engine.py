@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 
+from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.config import ModelConfig
 from octavo.sampling.params import MAX_SEED, SamplingParams
 from octavo.serve.config import POOLINGS
@@ -36,6 +38,9 @@ from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatc
 COMPILE_POLL_SECONDS = 0.005
 """How long an engine that only waits for grammars to compile sleeps before it looks for news."""
 
+Gate = Literal["open", "closing", "shut"]
+"""Whether every request may go on, those alone that have begun, or none at all."""
+
 log = logging.getLogger("octavo.engine")
 
 
@@ -50,9 +55,12 @@ class Engine:
         max_model_len: longest prompt + output in tokens.
         grammars: compiles and follows the requests' grammars.
         timeline: how long its start took; None for one put together by hand.
+        weights_epoch: counts the times that the weights were replaced.
+        gate: who may go on: see Gate.
 
     `decode_wait` bounds, in seconds, what multi-step decode adds to a newcomer's wait (DecodePace).
     `budget` is the one that the scheduler asks for prefill tokens; the engine lets it learn.
+    `stage` reads a model's weights again, into host memory.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class Engine:
         decode_wait: float | None = None,
         budget: StepBudget | None = None,
         seed: int | None = None,
+        stage: Callable[[str], Checkpoint] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
@@ -79,6 +88,9 @@ class Engine:
         self.generation = generation or {}
         self.source = source
         self.timeline: Timeline | None = None
+        self.weights_epoch = 0
+        self._stage = stage
+        self._gate: Gate = "open"
         self._overlap = overlap
         self._clock = clock
         self._seeds = np.random.default_rng(seed)
@@ -124,7 +136,48 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._in_flight is not None or self.scheduler.has_work()
+        if self._gate == "open":
+            return self._in_flight is not None or self.scheduler.has_work()
+        return self._in_flight is not None or (self._gate == "closing" and self.scheduler.begun())
+
+    @property
+    def gate(self) -> Gate:
+        """Who may go on."""
+        return self._gate
+
+    @gate.setter
+    def gate(self, gate: Gate) -> None:
+        self._gate = gate
+        self.scheduler.closed = gate != "open"
+
+    @property
+    def begun(self) -> bool:
+        """Whether a request has had its row and not its end, or a batch is in flight."""
+        return self._in_flight is not None or self.scheduler.begun()
+
+    def stage(self, model: str = "") -> Checkpoint:
+        """Weights of `model`, or of the present one read again, checked, in host memory.
+
+        Touches nothing of the engine, so that a thread may do it while steps run. ValueError for a
+        model that is damaged or not of the present one's shapes, naming the differences.
+        """
+        if self._stage is None:
+            raise ValueError("this engine does not know how to read weights")
+        return self._stage(model)
+
+    def swap(self, staged: Checkpoint) -> None:
+        """Go on with staged weights, and a new weights epoch.
+
+        RuntimeError if a request has begun under the old ones. Any failure after that leaves the
+        engine without weights.
+        """
+        if self.begun:
+            raise RuntimeError("requests run: end them before the weights are replaced")
+        self.runner.replace_params(staged.params)
+        self.weights_epoch += 1
+        self.scheduler.reset_prefixes(self.weights_epoch)
+        self.source = staged.path
+        log.info("weights of %s, epoch %d", staged.path, self.weights_epoch)
 
     def step(self) -> list[TokenEvent]:
         """Advance by one dispatch and return what is new.
@@ -136,7 +189,9 @@ class Engine:
 
     def _step(self) -> list[TokenEvent]:
         events = self._admit_compiled()
-        batch = self.scheduler.schedule(self._clock(), self._pace.steps())
+        batch = None
+        if self._gate != "shut":
+            batch = self.scheduler.schedule(self._clock(), self._pace.steps())
         begun = self._begin(batch) if batch else None
         previous, self._in_flight = self._in_flight, None
         if previous:

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.config import ModelConfig
 from octavo.model.families import family_of
 from octavo.model.params import param_bytes
-from octavo.model.sharding import make_mesh
+from octavo.model.sharding import host_mesh, make_mesh
 from octavo.sampling.pack import MAX_EOS_IDS
+from octavo.sampling.shown import shown
 from octavo.serve import devices
 from octavo.serve.artefact import ArtefactStore, ExposedError, root_of, source_digest
 from octavo.serve.buckets import make_buckets
@@ -156,7 +157,35 @@ def assemble(
         decode_wait=_decode_wait(config, serving=serving),
         budget=budget,
         seed=config.seed,
+        stage=partial(stage, config, model),
     )
+
+
+def stage(config: EngineConfig, model: ModelConfig, name: str) -> Checkpoint:
+    """The weights of another model like `model`, or of `config`'s own for "", in host memory.
+
+    CheckpointError for damaged files; ValueError naming what differs in a model of another kind.
+    """
+    path = resolve_model(name or config.model)
+    checkpoint = load_checkpoint(
+        path,
+        dtype=model.dtype,
+        mesh=host_mesh(),
+        load_format=config.load_format,
+        kv_replicas=model.kv_replicas,
+    )
+    other = checkpoint.config
+    if config.max_model_len != AUTO:
+        other = _with_max_len(other, int(config.max_model_len))
+    differing = [
+        f"{field.name} is {shown(getattr(other, field.name))}, here "
+        f"{shown(getattr(model, field.name))}"
+        for field in fields(model)
+        if getattr(other, field.name) != getattr(model, field.name)
+    ]
+    if differing:
+        raise ValueError(f"{path} is another model: {'; '.join(differing)}")
+    return checkpoint
 
 
 def _scheduler_config(

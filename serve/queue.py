@@ -55,6 +55,11 @@ class WaitingQueue:
         yield from self._states
         yield from self._held.values()
 
+    def next(self, *, begun: bool = False) -> RequestState | None:
+        """The request to admit next, if there is one; of those that had a row before if `begun`."""
+        states = (state for state in self._states if state.admissions or not begun)
+        return next(states, None)
+
     @property
     def first(self) -> RequestState:
         """The request to admit next."""

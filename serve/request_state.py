@@ -1,5 +1,7 @@
 """What the scheduler knows of one live request. No jax."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,7 @@ from octavo.serve.types import (
     FINISH_STOP,
     Request,
     RowResult,
+    ScheduledBatch,
     ScheduledRow,
     TokenEvent,
     TokenLogprob,
@@ -252,6 +255,14 @@ class RequestState:
         else:
             assert self.pending == 0, "a row that prefills has tokens in flight"
             assert self.computed < known, "a prefill's progress is wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A batch that has been handed out, and the requests of its rows."""
+
+    batch: ScheduledBatch
+    states: tuple[RequestState, ...]
 
 
 def rank_of(state: RequestState) -> tuple[float, int]:

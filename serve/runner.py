@@ -72,6 +72,20 @@ class Runner:
         self.cache = jax.jit(make, out_shardings=shardings)()
         self.last_tokens = self._put(np.zeros(self.settings.max_num_seqs, np.int32))
 
+    def replace_params(self, params: step.Params) -> None:
+        """Take other weights of the same shapes, wherever they lie; the programs stay.
+
+        Leaf by leaf, so that the device holds one leaf twice at most. When this raises there are no
+        weights any more.
+        """
+        leaves, tree = jax.tree.flatten(self.params)
+        self.params = {}
+        for index, new in enumerate(jax.tree.leaves(params)):
+            place = leaves[index].sharding
+            leaves[index] = None  # the device must not hold the whole model twice
+            leaves[index] = jax.device_put(new, place).block_until_ready()
+        self.params = tree.unflatten(leaves)
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters, over all devices."""

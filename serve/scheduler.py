@@ -23,7 +23,7 @@ order, so pages and slots are free for the next dispatch the moment a request le
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from octavo.cache.blocks import pages_for
 from octavo.serve.admission import refuse_if_impossible
 from octavo.serve.queue import WaitingQueue
-from octavo.serve.request_state import NO_SLOT, RequestState
+from octavo.serve.request_state import NO_SLOT, Flight, RequestState
 from octavo.serve.rows import Rows
 from octavo.serve.scheduler_config import SchedulerConfig
 from octavo.serve.types import (
@@ -49,19 +49,14 @@ PrefillBudget = Callable[[int, int], int]
 """(decode rows, tokens in their caches) -> prefill tokens that keep the step short enough."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A batch that has been handed out, and the requests of its rows."""
-
-    batch: ScheduledBatch
-    states: tuple[RequestState, ...]
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, prefix sharing and preemption by recompute.
 
     Decisions are a function of the calls alone (arguments and order). `prefill_budget` may lower
     a step's prefill tokens, to bound its time; at least a page's worth is always allowed.
+
+    Attributes:
+        closed: nobody is admitted who had no row before.
     """
 
     def __init__(
@@ -75,6 +70,7 @@ class Scheduler:
         self._prefill_budget = prefill_budget
         self._counters = EngineStats(pages_total=self._rows.pool.total)
         self._serial = 0
+        self.closed = False
 
     def has_work(self) -> bool:
         """Whether a request is live or a batch is in flight."""
@@ -131,8 +127,13 @@ class Scheduler:
         self._finish(state, reason)
         return state.event(finish_reason=reason)
 
-    def reset_prefixes(self, epoch: int) -> None:
-        """Forget shared prefixes, because the weights are now those of `epoch`."""
+    def begun(self) -> bool:
+        """Whether a live request has had a row, or a batch is in flight."""
+        running = self._flights or self._rows.running
+        return bool(running) or self._waiting.next(begun=True) is not None
+
+    def reset_prefixes(self, epoch: int | None = None) -> None:
+        """Forget shared prefixes; with an `epoch`, because the weights are now those of it."""
         self._rows.reset_prefixes(epoch)
 
     def request_ids(self) -> tuple[str, ...]:
@@ -304,8 +305,7 @@ class Scheduler:
         for state in self._rows.running:
             if not state.decoding and budget > 0:
                 budget -= self._schedule_chunk(state, budget, rows, states)
-        while budget > 0 and self._waiting:
-            state = self._waiting.first
+        while budget > 0 and (state := self._waiting.next(begun=self.closed)):
             if not self._admit(state, now):
                 break
             budget -= self._schedule_chunk(state, budget, rows, states)

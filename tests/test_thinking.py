@@ -41,7 +41,7 @@ def bounded(free, budget):
 COMPANY = [
     request("c0", params=SamplingParams(temperature=1.0, seed=1, max_tokens=20)),
     request("c1", opened(3), SamplingParams(temperature=1.0, seed=2, max_tokens=20)),
-    request("c2", params=greedy(9, logprobs=2), prompt=prompts(1, seed=3)[0]),
+    request("c2", params=greedy(9), prompt=prompts(1, seed=3)[0]),
 ]
 
 

@@ -26,28 +26,31 @@ VOCAB = 160
 EOS = 3
 
 
+def tiny_fields(**fields):
+    """The model's config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        **fields,
+    }
+
+
 def tiny_config(**fields):
-    return config_from_hf(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rope_theta": 10000.0,
-            "torch_dtype": "float32",
-            "bos_token_id": 1,
-            "eos_token_id": EOS,
-            **fields,
-        }
-    )
+    return config_from_hf(tiny_fields(**fields))
 
 
 @cache
