@@ -1,23 +1,26 @@
 """`octavo.LLM`: the engine as a Python object, in this process."""
 
+import itertools
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import index
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 from tqdm import tqdm
 
-from octavo.interrupts import interrupts_deferred
+from octavo.driver import Driver, EventMailbox, Mailbox
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling.params import SamplingParams
+from octavo.sampling.shown import shown
 from octavo.serve.config import EngineConfig, override
 from octavo.serve.configfile import load_config_file
 from octavo.serve.embedding import PROMPT_ONLY, check_pooling, unit_vector
+from octavo.serve.engine import Engine
 from octavo.serve.launch import build_engine
 from octavo.serve.output import Delta, OutputProcessor, SampleOutput
-from octavo.serve.queue import QueueFull
 from octavo.serve.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.types import Grammar, Request, TokenEvent, TokenLogprob
 
@@ -26,6 +29,9 @@ Prompt = str | Sequence[int]
 
 class LLM:
     """A loaded model that generates.
+
+    Ctrl-C ends a call between two engine steps, and the next call works. Threads may share it:
+    their requests run together.
 
     Args:
         model: path, Hugging Face id, or a packaged demo model ("smollm2").
@@ -49,14 +55,28 @@ class LLM:
         if model is not None:
             overrides["model"] = str(model)
         self.config: EngineConfig = override(config, **overrides)
-        self.engine = build_engine(self.config, serving=False)
-        self.tokenizer: Tokenizer | None = load_tokenizer(
-            self.config.tokenizer or self.engine.source
-        )
-        self._outputs = OutputProcessor(self.tokenizer)
-        self._inbox: dict[str, list[Delta]] = {}
-        self._embedded: dict[str, TokenEvent | None] = {}
-        self._serial = 0
+        engine = build_engine(self.config, serving=False)
+        self.tokenizer: Tokenizer | None = load_tokenizer(self.config.tokenizer or engine.source)
+        self._driver = Driver(engine, OutputProcessor(self.tokenizer))
+        self._serial = itertools.count(1)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; RuntimeError after `close`."""
+        return self._driver.engine
+
+    def close(self) -> None:
+        """Free the model's and the cache's memory. Every later call is a RuntimeError."""
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM holds a device's memory: it can't be copied or pickled")
 
     def default_params(self, **fields: Any) -> SamplingParams:
         """The model's own default sampling (generation_config), with `fields` on top."""
@@ -80,13 +100,14 @@ class LLM:
             progress: show a progress bar with tokens per second.
         """
         jobs: list[_Job] = []
+        mailbox: Mailbox = deque()
         try:
             for prompt, one, grammar_ in self._paired(_as_list(prompts), params, grammar):
-                jobs.append(self._start(prompt, one, grammar_))
-            return self._finish(jobs, progress=progress)
+                jobs.append(self._job(prompt, one, grammar_))
+                self._start(jobs[-1], mailbox)
+            return self._finish(jobs, mailbox, progress=progress)
         finally:
-            for job in jobs:
-                self._drop(job.samples)
+            self._driver.drop([id_ for job in jobs for id_ in job.ids])
 
     def stream(
         self,
@@ -100,15 +121,17 @@ class LLM:
         Each item's text and token_ids are new ones only. The request starts with the first item;
         closing the iterator aborts it. Several streams may be read in turns.
         """
-        job = self._start(prompt, params or self.default_params(), grammar)
-        indices = {id_: index for index, id_ in enumerate(job.samples)}
+        mailbox: Mailbox = deque()
+        params = self.default_params() if params is None else _checked(params)
+        job = self._job(prompt, params, grammar)
         try:
-            for request_id, delta in self._run(job.samples):
+            self._start(job, mailbox)
+            for request_id, delta in self._run(job.ids, mailbox):
                 one = _Collected()
                 one.add(delta)
-                yield one.output(indices[request_id], job.params)
+                yield one.output(job.ids.index(request_id), job.params)
         finally:
-            self._drop(job.samples)
+            self._driver.drop(job.ids)
 
     def chat(
         self,
@@ -120,12 +143,13 @@ class LLM:
     ) -> RequestOutput:
         """Answer a conversation, rendered by the model's chat template."""
         ids = self._require_tokenizer().encode_chat(list(messages), **template_options)
-        params = params or self.default_params(max_tokens=None)
+        params = self.default_params(max_tokens=None) if params is None else params
         return self.generate([ids], params, grammar=grammar)[0]
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced float32 logits [T, V] of the ids, through the paged path of serving."""
-        return self.engine.score(token_ids)
+        with self._driver.alone() as engine:
+            return engine.score(_token_ids(token_ids))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "last") -> np.ndarray:
         """Embeddings f32[N, E] of length 1, a row for each prompt.
@@ -135,24 +159,21 @@ class LLM:
             pooling: "last" takes the last token's final hidden state, "mean" the mean of all.
         """
         check_pooling(pooling)
-        ids = [self._prompt_ids(prompt) for prompt in _as_list(prompts)]
-        requests: list[Request] = []
+        mailbox: EventMailbox = deque()
+        job = _Job(None, (), PROMPT_ONLY)
+        self._driver.watch(job, job.ids)
         try:
-            for prompt in ids:
-                self._serial += 1
-                request = Request(f"{self._serial}-e", prompt, PROMPT_ONLY, pooling=pooling)
-                requests.append(request)
-                self._embedded[request.request_id] = None
-                self._add(request)
-            for request in requests:
-                while self._embedded[request.request_id] is None:
-                    self._step()
-            ends = [self._embedded[request.request_id] for request in requests]
+            for prompt in [self._prompt_ids(prompt) for prompt in _as_list(prompts)]:
+                job.ids.append(f"{next(self._serial)}-e")
+                request = Request(job.ids[-1], prompt, PROMPT_ONLY, pooling=pooling)
+                self._driver.submit_plain(request, mailbox)
+            while len(mailbox) < len(job.ids):
+                self._driver.advance()
         finally:
-            for request in requests:
-                self.engine.abort(request.request_id)
-                self._embedded.pop(request.request_id, None)
-        return np.stack([_vector(end) for end in ends]) if ends else np.zeros((0, 0), np.float32)
+            self._driver.drop(job.ids)
+        ends = {event.request_id: event for event in mailbox}
+        rows = [_vector(ends[id_]) for id_ in job.ids]
+        return np.stack(rows) if rows else np.zeros((0, 0), np.float32)
 
     def reload(self, model: str = "") -> int:
         """Replace the weights by those of `model`, or by what the present one's files hold now.
@@ -191,63 +212,59 @@ class LLM:
             params = self.default_params()
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
+        if not isinstance(params, Sequence):
+            _checked(params)
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} params; give one or as many"
             )
         if grammar is None or isinstance(grammar, Grammar):
             grammar = [grammar] * len(prompts)
+        if not isinstance(grammar, Sequence):
+            _checked_grammar(grammar)
         if len(grammar) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(grammar)} grammars; give one or as many"
             )
-        return zip(prompts, params, grammar, strict=True)
+        return zip(prompts, map(_checked, params), map(_checked_grammar, grammar), strict=True)
 
-    def _start(self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None) -> "_Job":
-        if grammar is not None:
-            self.engine.grammars.compile(grammar)
+    def _job(self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None) -> "_Job":
+        if _checked_grammar(grammar) is not None:
+            with self._driver.alone() as engine:
+                engine.grammars.compile(grammar)
         text = prompt if isinstance(prompt, str) else None
-        job = _Job(text, self._prompt_ids(prompt), params)
-        self._serial += 1
-        serial = self._serial
-        try:
-            for number in range(params.n):
-                request = Request(
-                    request_id=f"{serial}-{number}",
-                    prompt=job.prompt_ids,
-                    params=replace(params, n=1),
-                    eos_ids=self.engine.eos_ids,
-                    sample_index=number,
-                    grammar=grammar,
-                )
-                job.samples[request.request_id] = self._outputs.add(request, track=True)
-                self._inbox[request.request_id] = []
-                self._add(request)
-        except BaseException:
-            self._drop(job.samples)
-            raise
+        job = _Job(text, self._prompt_ids(prompt), params, grammar)
+        self._driver.watch(job, job.ids)
         return job
+
+    def _start(self, job: "_Job", mailbox: Mailbox) -> None:
+        """Queue the samples of a job, whose ids the caller drops."""
+        serial = next(self._serial)
+        for number in range(job.params.n):
+            job.ids.append(f"{serial}-{number}")
+            request = Request(
+                request_id=job.ids[-1],
+                prompt=job.prompt_ids,
+                params=replace(job.params, n=1),
+                eos_ids=self.engine.eos_ids,
+                sample_index=number,
+                grammar=job.grammar,
+            )
+            job.samples.append(self._driver.submit(request, mailbox))
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self._require_tokenizer().encode(prompt))
         return _token_ids(prompt)
 
-    def _add(self, request: Request) -> None:
-        """Queue a request, stepping the engine while the queue is full."""
-        while True:
-            try:
-                return self.engine.add(request)
-            except QueueFull:
-                self._step()
-
-    def _finish(self, jobs: Sequence["_Job"], *, progress: bool) -> list[RequestOutput]:
+    def _finish(
+        self, jobs: Sequence["_Job"], mailbox: Mailbox, *, progress: bool
+    ) -> list[RequestOutput]:
         """Run started jobs to their end."""
-        samples = {id_: sample for job in jobs for id_, sample in job.samples.items()}
-        collected: dict[str, _Collected] = {id_: _Collected() for id_ in samples}
-        with tqdm(total=len(samples), disable=not progress, unit="sample") as bar:
+        collected = {id_: _Collected() for job in jobs for id_ in job.ids}
+        with tqdm(total=len(collected), disable=not progress, unit="sample") as bar:
             tokens = 0
-            for request_id, delta in self._run(samples):
+            for request_id, delta in self._run(list(collected), mailbox):
                 collected[request_id].add(delta)
                 tokens += len(delta.tokens)
                 if delta.finish_reason is not None:
@@ -257,44 +274,28 @@ class LLM:
                     bar.update()
         return [job.result(collected) for job in jobs]
 
-    def _run(self, samples: Iterable[str]) -> Iterator[tuple[str, Delta]]:
+    def _run(self, ids: Sequence[str], mailbox: Mailbox) -> Iterator[tuple[str, Delta]]:
         """What the samples gain, stepping the engine until every one of them has ended."""
-        open_ = list(samples)
-        while open_:
-            for request_id in open_:
-                news = self._inbox[request_id]
-                while news:
-                    yield request_id, news.pop(0)
-            open_ = [id_ for id_ in open_ if self._outputs.follows(id_) or self._inbox[id_]]
-            if open_ and not any(self._inbox[id_] for id_ in open_):
-                self._step()
+        missing = len(ids)
+        while missing:
+            while mailbox:
+                request_id, delta = mailbox.popleft()
+                missing -= delta.finish_reason is not None
+                yield request_id, delta
+            if missing:
+                self._driver.advance()
 
-    def _step(self) -> None:
-        """One engine step; the news of every request goes to its inbox."""
-        with interrupts_deferred():
-            try:
-                self._deliver(self.engine.step())
-            except BaseException as error:
-                self._deliver(self.engine.recover(f"{type(error).__name__}: {error}"))
-                raise
 
-    def _deliver(self, events: Iterable[TokenEvent]) -> None:
-        events = list(events)
-        for event in events:
-            if event.request_id in self._embedded:
-                self._embedded[event.request_id] = event
-        deltas, aborts = self._outputs.process(events)
-        for request_id in aborts:
-            self.engine.abort(request_id)
-        for request_id, delta in deltas:
-            self._inbox[request_id].append(delta)
+def _checked(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams or a list of them, not {shown(params)}")
+    return params
 
-    def _drop(self, samples: Iterable[str]) -> None:
-        """Forget requests, running or ended."""
-        for request_id in samples:
-            self.engine.abort(request_id)
-            self._outputs.discard(request_id)
-            self._inbox.pop(request_id, None)
+
+def _checked_grammar(grammar: Any) -> Grammar | None:
+    if grammar is not None and not isinstance(grammar, Grammar):
+        raise ValueError(f"grammar must be a Grammar or a list of them, not {shown(grammar)}")
+    return grammar
 
 
 def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
@@ -304,9 +305,9 @@ def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"a prompt is a text or a list of token ids: {error}") from None
 
 
-def _vector(event: TokenEvent | None) -> np.ndarray:
-    if event is None or event.embedding is None:
-        raise RuntimeError(f"no embedding came: {event and event.error}")
+def _vector(event: TokenEvent) -> np.ndarray:
+    if event.embedding is None:
+        raise RuntimeError(f"no embedding came: {event.error}")
     return unit_vector(event.embedding)
 
 
@@ -341,22 +342,27 @@ class _Collected:
 
 
 class _Job:
-    """One prompt in progress: its samples by request id, in order."""
+    """One prompt in progress: ids and outputs of its samples, in order."""
 
     def __init__(
-        self, text: str | None, prompt_ids: tuple[int, ...], params: SamplingParams
+        self,
+        text: str | None,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
     ) -> None:
         self.text, self.prompt_ids, self.params = text, prompt_ids, params
-        self.samples: dict[str, SampleOutput] = {}
+        self.grammar = grammar
+        self.ids: list[str] = []
+        self.samples: list[SampleOutput] = []
 
     def result(self, collected: Mapping[str, _Collected]) -> RequestOutput:
-        samples = list(self.samples.items())
-        first = samples[0][1]
+        first = self.samples[0]
         return RequestOutput(
             prompt=self.text,
             prompt_token_ids=self.prompt_ids,
             outputs=[
-                collected[id_].output(index, self.params) for index, (id_, _) in enumerate(samples)
+                collected[id_].output(number, self.params) for number, id_ in enumerate(self.ids)
             ],
             prompt_logprobs=first.prompt_logprobs,
             cached_tokens=first.cached_tokens,
@@ -364,6 +370,8 @@ class _Job:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts must be a text, token ids or a list, not {shown(prompts)}")
     one = isinstance(prompts, str) or (
         len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
     )

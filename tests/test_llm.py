@@ -41,11 +41,12 @@ def llm(shared):
 
 
 def assert_empty(llm):
-    llm.engine.check()
+    with llm._driver.alone() as engine:
+        engine.check()
     stats = llm.engine.stats()
     assert (stats.waiting, stats.running, stats.pages_used) == (0, 0, 0)
-    assert not llm._inbox
-    assert not llm._outputs._samples
+    assert llm._driver.idle
+    assert not llm._driver._outputs._samples
     for _ in range(3):  # what is in flight for dropped requests
         llm.engine.step()
     assert not llm.engine.has_work()
@@ -302,15 +303,18 @@ def test_a_second_ctrl_c_does_not_wait():
     signals = []
 
     def send_twice():
-        with interrupts_deferred():
-            for number in (1, 2):
+        with interrupts_deferred() as deferral:
+            for number in (1, 2, 3):
                 signals.append(number)
                 signal.raise_signal(signal.SIGINT)
-            signals.append("not reached")
+            with deferral.urgent():
+                signals.append(4)
+                signal.raise_signal(signal.SIGINT)
+                signals.append("not reached")
 
     with pytest.raises(KeyboardInterrupt):
         send_twice()
-    assert signals == [1, 2]
+    assert signals == [1, 2, 3, 4]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
