@@ -7,13 +7,18 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve.configfile import LoadedConfig
 from octavo.serve.flags import UsageError
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+COMPILING = "octavo: compiling programs, some seconds each; later runs find them compiled"
 
 
 def _define_sampling(values: flags.FlagValues) -> None:
@@ -47,6 +52,20 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _loaded(config: LoadedConfig) -> "LLM":
+    from octavo.llm import LLM
+
+    llm = LLM(config=config.engine)
+    _announce_compiles(llm)
+    return llm
+
+
+def _announce_compiles(llm: "LLM") -> None:
+    """Say why nothing happens for a while, once: when the first program is compiled."""
+    pending = [COMPILING]
+    llm.engine.on_compile(lambda: print(pending.pop(), file=sys.stderr) if pending else None)
+
+
 def define_generate(values: flags.FlagValues) -> None:
     """Flags of generate."""
     _define_sampling(values)
@@ -71,10 +90,8 @@ def generate(config: LoadedConfig, values: flags.FlagValues, prompts: list[str])
     if not texts:
         if sys.stdin.isatty():
             raise UsageError("no prompt: give one as an argument, or on standard input")
-        texts = [sys.stdin.read()]
-    from octavo.llm import LLM
-
-    llm = LLM(config=config.engine)
+        texts = [sys.stdin.read().removesuffix("\n")]  # the line break that echo adds
+    llm = _loaded(config)
     for fields, one in zip(samplings, wanted, strict=True):
         for output in llm.generate(texts, llm.default_params(**one)):
             for sample in output.outputs:
@@ -102,6 +119,7 @@ def chat(config: LoadedConfig, values: flags.FlagValues, words: list[str]) -> in
     from octavo.serve.chat import Chat
 
     talk = Chat(config.engine, values["system"].value, sampling)
+    _announce_compiles(talk.llm)
     if words:
         return talk.ask(" ".join(words))
     return talk.repl()
@@ -119,9 +137,7 @@ def score(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> i
     texts = {path: _text(path) for path in paths}
     import numpy as np
 
-    from octavo.llm import LLM
-
-    llm = LLM(config=config.engine)
+    llm = _loaded(config)
     if llm.tokenizer is None:
         raise ValueError(f"{config.engine.model} has no tokenizer: score reads text")
     for path, text in texts.items():

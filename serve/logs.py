@@ -16,6 +16,9 @@ STDOUT, STDERR = 1, 2
 QUEUE_LINES = 4096
 FLUSH_SECONDS = 1.0
 
+CHATTY = ("jax._src.xla_bridge", "absl")
+"""At info these tell of every kind of device that isn't there, and of each stage of Orbax."""
+
 
 class LossyHandler(logging.Handler):
     """Hands formatted lines to a thread that writes them to the file descriptor `fd`.
@@ -59,9 +62,9 @@ def configure(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    if root.level >= logging.INFO:  # at info jax tells of every kind of device that isn't there
-        devices = logging.getLogger("jax._src.xla_bridge")
-        devices.setLevel(max(root.level, logging.WARNING))
+    if root.level >= logging.INFO:
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
 
 
 def write_line(fd: int, text: str) -> bool:

@@ -19,6 +19,7 @@ from octavo.outputs import CompletionOutput
 from octavo.sampling.params import SamplingParams
 from octavo.serve import chat, cli, env, launch, supervisor
 from octavo.serve.chat import Chat
+from octavo.serve.cli_text import COMPILING
 from octavo.serve.config import EngineConfig
 from octavo.serve.types import EngineStats
 
@@ -79,9 +80,18 @@ def test_generate_writes_a_json_line_a_sample(capsys):
 
 
 def test_generate_reads_standard_input(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello world"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello world\n"))
     assert octavo("generate", f"--model={GGUF}", "--max_tokens=2", "--temperature=0") == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "hello world"
+
+
+def test_compiling_is_announced_once(tmp_path, capsys):
+    args = ["generate", f"--model={GGUF}", "a", "--max_tokens=2", "--temperature=0", *SIZES]
+    for times in (1, 0):
+        assert cli.main([*args, f"--artefact_dir={tmp_path}"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.count(COMPILING) == times
+        assert len(captured.out.splitlines()) == 1
 
 
 def test_generate_runs_the_samplings_of_an_experiment(tmp_path, capsys):
