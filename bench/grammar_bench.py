@@ -1,14 +1,19 @@
 """What grammars cost and whether texts end under them: SmolLM2, on whatever device there is.
 
     python bench/grammar_bench.py --out=bench/results/grammar_cpu.jsonl [--stages=end,masks,engine]
+        [--tekken=tekken_240911.json]
 
 `end`: 20 nested schemas, 5 samples each, temperature 1, max_tokens 512: how many end by themselves,
 and whether each of those parses and validates. `masks`: microseconds a row's mask takes along those
-texts, one row and 32 rows at once, for SmolLM2's vocabulary and one of 128,256 tokens made from it.
-`engine`: tokens a second of 32 rows, all under a grammar beside none.
+texts, one row alone and 32 rows at once (time of the call over rows), for SmolLM2's vocabulary and,
+with --tekken, for Mistral's of 131,072 tokens (a file in the package mistral-common). `engine`:
+tokens a second of 32 rows, all under a grammar beside none, in turns.
 """
 
+import base64
+import importlib.metadata
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -18,10 +23,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 from absl import app, flags
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from octavo.bench.grammar_schemas import SCHEMAS
+from octavo.bench.report import Results
 from octavo.llm import LLM
 from octavo.sampling.pack import mask_words
 from octavo.sampling.params import SamplingParams
@@ -34,17 +40,15 @@ _SAMPLES = flags.DEFINE_integer("samples", 5, "samples a schema")
 _ROWS = flags.DEFINE_integer("rows", 32, "rows of the engine stage")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "tokens a row of the engine stage")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "rounds of the engine stage")
-
-LARGE_VOCAB = 128_256
+_STEPS = flags.DEFINE_list("decode_steps", ["8", "1"], "max_decode_steps of the engine stage")
+_TEKKEN = flags.DEFINE_string("tekken", "", "vocabulary file")
 
 
 def report(**fields: Any) -> None:
     """Print a line and keep it."""
-    line = json.dumps(fields)
-    print(line, flush=True)
-    if _OUT.value:
-        with Path(_OUT.value).open("a") as file:
-            file.write(line + "\n")
+    load = round(os.getloadavg()[0], 2)
+    stamp = {"llguidance": importlib.metadata.version("llguidance"), "load_after": load}
+    Results(_OUT.value, **stamp).say(**fields)
 
 
 def sample_texts(llm: LLM) -> dict[str, list[str]]:
@@ -89,20 +93,37 @@ def sample_texts(llm: LLM) -> dict[str, list[str]]:
     return ended
 
 
-def large_tokenizer(backend_json: str, eos: int) -> LLTokenizer:
-    """SmolLM2's pieces and pairs of them, up to LARGE_VOCAB tokens."""
-    data = json.loads(backend_json)
-    vocab = data["model"]["vocab"]
-    words = [piece for piece in vocab if piece.isascii() and len(piece) > 2]
-    rng = np.random.default_rng(0)
-    used = max(vocab.values()) + 1
-    while used < LARGE_VOCAB:
-        left, right = rng.choice(len(words), 2)
-        piece = words[left] + words[right]
-        if piece not in vocab:
-            vocab[piece] = used
-            used += 1
-    return LLTokenizer(json.dumps(data), LARGE_VOCAB, eos)
+class Tekken:
+    """A vocabulary of that format as llguidance wants it; encodes greedily, which masks don't mind.
+
+    Special tokens come first, then byte strings.
+    """
+
+    def __init__(self, path: str) -> None:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        size = data["config"]["default_vocab_size"]
+        special = data["config"]["default_num_special_tokens"]
+        pieces = [base64.b64decode(entry["token_bytes"]) for entry in data["vocab"]]
+        self.tokens = [b"\xff<special%d>" % i for i in range(special)] + pieces[: size - special]
+        self.special_token_ids = list(range(special))
+        self.bos_token_id, self.eos_token_id = 1, 2
+        self._ids = {piece: i for i, piece in enumerate(self.tokens)}
+        self._longest = max(map(len, self.tokens))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ids of `text`, the longest piece first."""
+        rest = text if isinstance(text, bytes) else text.encode()
+        ids = []
+        while rest:
+            lengths = range(min(self._longest, len(rest)), 0, -1)
+            length = next(n for n in lengths if rest[:n] in self._ids)
+            ids.append(self._ids[rest[:length]])
+            rest = rest[length:]
+        return ids
+
+    def tokenizer(self) -> LLTokenizer:
+        """For grammars."""
+        return LLTokenizer(TokenizerWrapper(self), len(self.tokens), self.eos_token_id)
 
 
 def walk(tokenizer: LLTokenizer, matcher: LLMatcher, text: str) -> Iterator[float]:
@@ -175,34 +196,39 @@ def time_engine(llm: LLM) -> None:
             made = sum(len(o.outputs[0].token_ids) for o in outputs)
             if round_:  # the first one compiles
                 speeds[kind].append(made / seconds)
-    medians = {kind: statistics.median(found) for kind, found in speeds.items()}
+    losses = [1 - slow / fast for fast, slow in zip(speeds["without"], speeds["with"])]
     report(
         stage="engine",
         rows=rows,
         tokens=count,
         max_decode_steps=llm.config.max_decode_steps,
         tokens_per_second={kind: [round(x, 1) for x in found] for kind, found in speeds.items()},
-        loss_percent=round(100 * (1 - medians["with"] / medians["without"]), 1),
+        loss_percent=round(100 * statistics.median(losses), 1),
     )
+
+
+def masks_and_ends(sizes: dict[str, Any]) -> None:
+    """The first two stages; the texts of one serve the other."""
+    llm = LLM("smollm2", **sizes)
+    texts = sample_texts(llm)
+    if "masks" not in _STAGES.value:
+        return
+    assert llm.tokenizer is not None
+    source, eos = llm.tokenizer.backend.to_str(), llm.engine.eos_ids[0]
+    vocab_size = llm.engine.model_config.vocab_size
+    time_masks("smollm2", LLTokenizer(source, vocab_size, eos), texts)
+    if _TEKKEN.value:
+        time_masks("tekken", Tekken(_TEKKEN.value).tokenizer(), texts)
 
 
 def main(_: list[str]) -> None:
     """Run the stages."""
     sizes: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 1024}
-    llm = LLM("smollm2", **sizes)
-    texts: dict[str, list[str]] = {}
     if {"end", "masks"} & set(_STAGES.value):
-        texts = sample_texts(llm)
-    if "masks" in _STAGES.value:
-        assert llm.tokenizer is not None
-        source, eos = llm.tokenizer.backend.to_str(), llm.engine.eos_ids[0]
-        vocab_size = llm.engine.model_config.vocab_size
-        time_masks("smollm2", LLTokenizer(source, vocab_size, eos), texts)
-        time_masks("128k made of it", large_tokenizer(source, eos), texts)
+        masks_and_ends(sizes)
     if "engine" in _STAGES.value:
-        time_engine(llm)
-        del llm
-        time_engine(LLM("smollm2", max_decode_steps=1, **sizes))
+        for steps in _STEPS.value:
+            time_engine(LLM("smollm2", max_decode_steps=int(steps), **sizes))
 
 
 if __name__ == "__main__":
