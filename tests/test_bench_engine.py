@@ -113,7 +113,7 @@ def test_a_start_is_timed_stage_by_stage(tmp_path):
     ],
 )
 def test_bad_words_are_one_line(args, words, capsys):
-    assert cli.main(["bench", *args]) == 1
+    assert cli.main(["bench", *args]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"octavo bench {args[0]}: ")
     assert words in line
