@@ -69,6 +69,7 @@ class ClockEngine:
         self.max_model_len = config.max_model_len
         self.model_config = SimpleNamespace(vocab_size=VOCAB)
         self.generation: dict[str, Any] = {}
+        self.weights_epoch = 0
 
     def add(self, request: Request) -> None:
         """Take a request of at least one token; ValueError else."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from octavo.interrupts import Deferral, interrupts_deferred
+from octavo.model.checkpoint.source import Checkpoint
 from octavo.serve.engine import Engine
 from octavo.serve.output import Delta, OutputProcessor, SampleOutput
 from octavo.serve.queue import QueueFull
@@ -107,6 +108,21 @@ class Driver:
                     self._forget_left()
                 finally:
                     self._turn.release()
+
+    def swap(self, staged: Checkpoint) -> int:
+        """Put staged weights in place once what runs has ended; their epoch."""
+        with self.alone() as engine:
+            engine.gate = "closing"
+        try:
+            while True:
+                with self.alone() as engine:
+                    if not engine.begun:
+                        engine.swap(staged)
+                        return engine.weights_epoch
+                self.advance()
+        finally:
+            with self.alone() as engine:
+                engine.gate = "open"
 
     def close(self) -> None:
         """Let go of the engine and all it holds."""

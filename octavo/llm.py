@@ -182,15 +182,7 @@ class LLM:
         Tokenizer and sampling defaults stay. Returns the new weights epoch. ValueError for a model
         that is damaged or of other shapes: the old weights stay.
         """
-        staged = self.engine.stage(model)
-        self.engine.gate = "closing"
-        try:
-            while self.engine.begun:
-                self._step()
-            self.engine.swap(staged)
-        finally:
-            self.engine.gate = "open"
-        return self.engine.weights_epoch
+        return self._driver.swap(self.engine.stage(model))
 
     # Internals ----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from octavo.serve import (
     errors,
+    routes_admin,
     routes_embeddings,
     routes_messages,
     routes_openai,
@@ -36,6 +37,7 @@ def create_app(context: ServerContext) -> FastAPI:
     app.include_router(routes_messages.router)
     app.include_router(routes_responses.router)
     app.include_router(routes_ops.router)
+    app.include_router(routes_admin.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)

@@ -5,9 +5,11 @@ through `EngineClient.on_news`.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import zmq
@@ -19,7 +21,10 @@ from octavo.serve.supervisor import Silence, connect
 from octavo.serve.types import EngineStats, Request, TokenEvent
 from octavo.serve.wire import (
     Abort,
+    Control,
+    Controlled,
     EngineNews,
+    EngineState,
     Events,
     Hello,
     Ready,
@@ -54,6 +59,7 @@ class Call:
         requests: what was asked, to be sent again after a restart.
         open: ids of the samples that have not ended.
         begun: the engine has sent news of it, so it can't be started anew unseen.
+        epoch: of the weights that answer it; known once it has begun.
         retried: it was sent again once already.
     """
 
@@ -65,6 +71,7 @@ class Call:
         "_taker",
         "_waiter",
         "begun",
+        "epoch",
         "open",
         "requests",
         "retried",
@@ -80,6 +87,7 @@ class Call:
         self.requests = tuple(requests)
         self.open = {request.request_id for request in requests}
         self.begun = False
+        self.epoch = 0
         self.retried = False
 
     async def next(self, taker: Taker | None = None) -> list[TokenEvent]:
@@ -159,6 +167,7 @@ class EngineClient:
         news: what the supervisor said last.
         closing: the server ends; no call is taken any more.
         stats: the engine's last report.
+        state: what operators have changed of it.
     """
 
     def __init__(self, identity: bytes) -> None:
@@ -175,6 +184,9 @@ class EngineClient:
         self.news: EngineNews | None = None
         self.closing = False
         self.stats = EngineStats()
+        self.state = EngineState()
+        self._serials = itertools.count()
+        self._asked: dict[int, asyncio.Future[Controlled]] = {}
 
     @property
     def in_flight(self) -> int:
@@ -199,6 +211,9 @@ class EngineClient:
                 self._send(Hello())
             return
         self.failure = news.reason
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(errors.internal(news.reason))
         for call in self._open_calls():
             if news.phase == "failed" or call.begun or call.retried:
                 call.fail(errors.internal(news.reason))
@@ -216,6 +231,7 @@ class EngineClient:
     def submit(self, requests: Sequence[Request]) -> Call:
         """Send the samples of one call; refusals arrive through `Call.next`."""
         call = Call(self, requests)
+        call.epoch = self.state.weights_epoch
         if self.closing or not self.up:
             call.open.clear()
             reason = "the server is shutting down" if self.closing else self.failure
@@ -226,6 +242,24 @@ class EngineClient:
             self._calls[request.request_id] = call
         self._send(add(requests))
         return call
+
+    async def control(self, action: str, **fields: Any) -> Controlled:
+        """Have the engine do what an operator asks, see wire.Control; ApiError if it doesn't."""
+        if not self.up:
+            raise errors.unavailable(self.failure or "the engine is restarting", self.retry_after)
+        serial = next(self._serials)
+        asked = self._asked[serial] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Control(serial, action, **fields))
+            done = await asked
+        finally:
+            del self._asked[serial]
+        if done.kind == "busy":
+            raise errors.conflict(done.message)
+        if done.kind:
+            make = errors.invalid if done.kind == "invalid" else errors.internal
+            raise make(done.message)
+        return done
 
     def abort(self, request_ids: list[str]) -> None:
         """Stop samples; their later events are dropped."""
@@ -280,6 +314,12 @@ class EngineClient:
                 self._reject(message)
             case Ready():
                 self._on_ready(message)
+            case EngineState():
+                self.state = message
+            case Controlled():
+                asked = self._asked.get(message.serial)
+                if asked is not None and not asked.done():
+                    asked.set_result(message)
             case _:  # Compiling has been heard; of Fatal the supervisor tells
                 pass
         return 0
@@ -299,6 +339,8 @@ class EngineClient:
                 continue
             if event.finish_reason is not None:
                 del self._calls[event.request_id]
+            if not call.begun:
+                call.epoch = self.state.weights_epoch
             call.put(event)
             touched[call] = None
 

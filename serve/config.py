@@ -149,6 +149,9 @@ class ServerConfig:
         AUTO, f"how it writes reasoning: one of {', '.join(REASONING_PARSERS)}"
     )
     pooling: str = setting("last", "how /v1/embeddings pools hidden states: last or mean")
+    admin_endpoints: bool = setting(
+        False, "whether callers may pause and resume the engine and replace its weights"
+    )
     log_level: str = setting("info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:

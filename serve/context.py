@@ -43,7 +43,6 @@ class ServerContext:
         keys: API keys and their use.
         tracing: where spans go; None without otlp_endpoint.
         total: sums what all API processes have recorded.
-        fingerprint: version and settings of what answers, for system_fingerprint.
     """
 
     engine_config: EngineConfig
@@ -61,7 +60,6 @@ class ServerContext:
         self.names = tuple(self.config.served_model_name) or (self.engine_config.model,)
         digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
         self.config_hash = digest[:12]
-        self.fingerprint = f"octavo-{self.version}-{self.config_hash}"
         self.executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self.heavy = ThreadPoolExecutor(HEAVY_THREADS, thread_name_prefix="heavy")
         self.encoder = PromptEncoder(None, self.threads_for)
@@ -89,6 +87,11 @@ class ServerContext:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.heavy, work)
 
+    @property
+    def fingerprint(self) -> str:
+        """Version, settings and weights of what answers now."""
+        return self.identity("").under(self.client.state.weights_epoch).fingerprint
+
     def measured(self) -> Recorder:
         """What this process has recorded until now."""
         self.recorder.note_keys(self.keys)
@@ -99,7 +102,7 @@ class ServerContext:
 
     @property
     def status(self) -> str:
-        """ "loading", "ready", "draining", "stuck", "restarting" or "failed"."""
+        """ "loading", "ready", "paused", "draining", "stuck", "restarting" or "failed"."""
         client = self.client
         if client.news is not None and client.news.phase == "failed":
             return "failed"
@@ -109,7 +112,9 @@ class ServerContext:
             return "restarting"
         if client.stuck_for() > self.config.watchdog_seconds:
             return "stuck"
-        return "draining" if self.draining else "ready"
+        if self.draining:
+            return "draining"
+        return "paused" if client.state.paused else "ready"
 
     def require_ready(self) -> Ready:
         """The loaded model; ApiError 503 while loading, draining or without an engine."""
@@ -128,9 +133,10 @@ class ServerContext:
         return client.ready
 
     def identity(self, prefix: str) -> Identity:
-        """What a new answer says of itself; its id begins with `prefix`."""
+        """What a new answer says of itself, but for its weights; its id begins with `prefix`."""
         name = f"{prefix}{uuid.uuid4().hex}"
-        return Identity(name, int(time.time()), self.names[0], self.fingerprint)
+        software = f"octavo-{self.version}-{self.config_hash}"
+        return Identity(name, int(time.time()), self.names[0], software)
 
     def respond(self, error: ApiError) -> Response:
         """The answer to a request that failed, counted."""

@@ -14,21 +14,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
 
 from octavo.serve import logs
+from octavo.serve.control import Controls
+from octavo.serve.core_engine import CoreEngine
 from octavo.serve.queue import QueueFull
-from octavo.serve.types import EngineStats, Request, TokenEvent
+from octavo.serve.types import FINISH_ABORT, TokenEvent
 from octavo.serve.wire import (
     SUPERVISOR,
     Abort,
     Add,
     Compiling,
+    Control,
+    EngineState,
     Events,
     Fatal,
     Gone,
@@ -45,6 +49,7 @@ EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 STATS_PERIOD = 0.25
 IDLE_POLL_MS = 250
+CONTROL_POLL_MS = 5
 # How long a core that can't start waits for its supervisor to connect and hear why.
 LAST_WORDS_MS = 10_000
 MESSAGES_PER_TURN = 1024
@@ -54,62 +59,19 @@ MAX_STEP_FAILURES = 3
 log = logging.getLogger("octavo.core")
 
 
-class CoreEngine(Protocol):
-    """What the core needs of an engine."""
-
-    max_model_len: int
-    eos_ids: tuple[int, ...]
-    generation: dict[str, Any]
-
-    @property
-    def model_config(self) -> Any:
-        """At least `vocab_size`."""
-        ...
-
-    def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it can never run, QueueFull if not now."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Stop a request."""
-        ...
-
-    def step(self) -> list[TokenEvent]:
-        """Advance and report."""
-        ...
-
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        ...
-
-    def recover(self, reason: str) -> list[TokenEvent]:
-        """After a step that raised: fail what was running, keep what waits, be ready again."""
-        ...
-
-    def score(self, token_ids: Sequence[int]) -> Any:
-        """Logits of a text; run as a probe of the device."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Counters since start."""
-        ...
-
-    def on_compile(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called whenever a step is about to compile a program."""
-        ...
-
-
 @dataclass(frozen=True)
 class CoreSpec:
     """How to start a core: where to listen, what to build.
 
-    `factory` is an importable "module:attribute" called with `config`.
+    `factory` is an importable "module:attribute" called with `config`; `weights` says which ones
+    these are, if a former life has loaded others than it began with.
     """
 
     address: str
     factory: str
     config: Any
     log_level: str = "info"
+    weights: EngineState = field(default_factory=EngineState)
 
 
 class CoreLoop:
@@ -119,6 +81,7 @@ class CoreLoop:
         self,
         engine: CoreEngine,
         socket: zmq.Socket[bytes],
+        weights: EngineState | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -132,13 +95,24 @@ class CoreLoop:
         self._stats_due = 0.0
         self._stopping = False
         engine.on_compile(lambda: self.broadcast(Compiling()))
+        self._controls = Controls(
+            engine,
+            weights or EngineState(),
+            answer=self._send,
+            tell=self.broadcast,
+            abort_all=self._abort_all,
+            excuse=lambda: self.broadcast(Compiling()),
+        )
 
     def run(self) -> int:
         """Loop until Shutdown (0) or until the engine keeps failing (1)."""
         while not self._stopping:
             busy = self._engine.has_work()
-            self.receive(0 if busy else IDLE_POLL_MS)
+            idle = CONTROL_POLL_MS if self._controls.busy else IDLE_POLL_MS
+            self.receive(0 if busy else idle)
             if self._engine.has_work() and not self.step():
+                return EXIT_FAILED
+            if not self.control():
                 return EXIT_FAILED
             came_to_rest = busy and not self._engine.has_work()
             if came_to_rest or self._clock() >= self._stats_due:
@@ -171,6 +145,16 @@ class CoreLoop:
         self._route(events)
         return True
 
+    def control(self) -> bool:
+        """Go on with what operators have asked for; False when it has cost the engine."""
+        try:
+            self._controls.advance()
+        except Exception as error:
+            log.exception("the weights were lost")
+            self.broadcast(Fatal(f"the weights can't be put in place: {error}"))
+            return False
+        return True
+
     def broadcast(self, message: ToApi) -> None:
         """Send to every API process."""
         for identity in self._clients:
@@ -194,7 +178,10 @@ class CoreLoop:
             case Hello():
                 self._clients.add(identity)
                 self._send(identity, self._ready())
+                self._send(identity, self._controls.state)
                 self._send_stats()
+            case Control():
+                self._controls.take(identity, message)
             case Shutdown():
                 self._stopping = True
 
@@ -242,6 +229,13 @@ class CoreLoop:
             self._engine.abort(request_id)
         except Exception:
             log.exception("abort of %s failed", request_id)
+
+    def _abort_all(self) -> None:
+        """End every request, in the words of an abort."""
+        ended = [TokenEvent(i, finish_reason=FINISH_ABORT) for i in self._owners]
+        for event in ended:
+            self._engine.abort(event.request_id)
+        self._route(ended)
 
     def _forget(self, identity: bytes) -> None:
         """An API process is gone: nobody reads what its requests make."""
@@ -363,7 +357,7 @@ def main() -> int:
         socket.close()
         return EXIT_FAILED
     freeze_loaded()
-    code = CoreLoop(engine, socket).run()
+    code = CoreLoop(engine, socket, spec.weights).run()
     socket.close()
     return code
 

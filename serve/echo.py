@@ -3,7 +3,22 @@
 from collections.abc import Sequence
 
 from octavo.serve.detokenize import Detokenizer, TokenTable
+from octavo.serve.output import TokenText
 from octavo.serve.prompts import Prompt
+from octavo.serve.types import TokenLogprob
+
+
+def echo_tokens(
+    prompt: Prompt, table: TokenTable, skip: bool, entries: Sequence[TokenLogprob | None] | None
+) -> tuple[str, list[TokenText]]:
+    """The prompt's text and its tokens, with log-probabilities if the engine sent them."""
+    text, pieces = echo_pieces(prompt, table, skip)
+    tokens: list[TokenText] = []
+    start = 0
+    for token_id, piece, entry in zip(prompt.ids, pieces, entries or (None,) * len(pieces)):
+        tokens.append(TokenText(token_id, piece, start, entry))
+        start += len(piece)
+    return text, tokens
 
 
 def echo_pieces(prompt: Prompt, table: TokenTable, skip: bool) -> tuple[str, list[str]]:

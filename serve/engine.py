@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.config import ModelConfig
 from octavo.sampling.params import MAX_SEED, SamplingParams
 from octavo.serve.config import POOLINGS
+from octavo.serve.core_engine import Gate
 from octavo.serve.grammar import Grammars
 from octavo.serve.grammar_compile import no_tokens
 from octavo.serve.inflight import Forwarded, InFlight
@@ -37,9 +37,6 @@ from octavo.serve.types import FINISH_ERROR, EngineStats, Request, ScheduledBatc
 
 COMPILE_POLL_SECONDS = 0.005
 """How long an engine that only waits for grammars to compile sleeps before it looks for news."""
-
-Gate = Literal["open", "closing", "shut"]
-"""Whether every request may go on, those alone that have begun, or none at all."""
 
 log = logging.getLogger("octavo.engine")
 
@@ -148,7 +145,7 @@ class Engine:
     @gate.setter
     def gate(self, gate: Gate) -> None:
         self._gate = gate
-        self.scheduler.closed = gate != "open"
+        self.scheduler.close(gate != "open", self._clock())
 
     @property
     def begun(self) -> bool:
@@ -164,6 +161,10 @@ class Engine:
         if self._stage is None:
             raise ValueError("this engine does not know how to read weights")
         return self._stage(model)
+
+    def forget_prefixes(self) -> None:
+        """Share nothing that was computed until now."""
+        self.scheduler.reset_prefixes()
 
     def swap(self, staged: Checkpoint) -> None:
         """Go on with staged weights, and a new weights epoch.

@@ -87,6 +87,16 @@ def unauthorized() -> ApiError:
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
+def forbidden(message: str) -> ApiError:
+    """403: nobody may do that here."""
+    return ApiError(403, message, kind="permission_error")
+
+
+def conflict(message: str) -> ApiError:
+    """409: not in the present state."""
+    return ApiError(409, message, kind="conflict_error")
+
+
 def unknown_model(name: str, served: tuple[str, ...]) -> ApiError:
     """404: this server doesn't serve that model."""
     message = f"model {shown(name)} does not exist here; served: {', '.join(served)}"

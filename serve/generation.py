@@ -10,7 +10,7 @@ from typing import Any
 from octavo.serve import errors, responses
 from octavo.serve.client import Call, EngineClient
 from octavo.serve.detokenize import TokenTable
-from octavo.serve.echo import echo_pieces
+from octavo.serve.echo import echo_tokens
 from octavo.serve.errors import ApiError
 from octavo.serve.http_bounds import DirectWriter
 from octavo.serve.metrics import Recorder
@@ -85,7 +85,7 @@ class Generation:
         self._client = client
         self._recorder = recorder
         self._table = table
-        self._identity = identity
+        self._unsaid = identity
         self._wanted = wanted
         self._visit = visit or Visit()
         self._running: dict[str, Choice] = {}
@@ -93,6 +93,11 @@ class Generation:
         self._greeted: set[int] = set()
         self.choices: list[Choice] = []
         self.call: Call | None = None
+
+    @property
+    def _identity(self) -> responses.Identity:
+        """What the answer says of itself, once its weights are known: after the first news."""
+        return self._unsaid.under(self.call.epoch if self.call is not None else 0)
 
     def add(self, prompt: Prompt, request: Request) -> None:
         """One more sample; index is the order of adding."""
@@ -306,20 +311,11 @@ class Generation:
     def prompt_text(self, choice: Choice) -> tuple[str, list[TokenText]]:
         """The echoed prompt and its tokens, with log-probabilities if the engine sent them."""
         if choice.echoed is None:
-            choice.echoed = self._echo(choice)
+            assert self._table is not None
+            skip = choice.request.params.skip_special_tokens
+            entries = choice.sample.prompt_logprobs
+            choice.echoed = echo_tokens(choice.prompt, self._table, skip, entries)
         return choice.echoed
-
-    def _echo(self, choice: Choice) -> tuple[str, list[TokenText]]:
-        assert self._table is not None
-        skip = choice.request.params.skip_special_tokens
-        text, pieces = echo_pieces(choice.prompt, self._table, skip)
-        entries = choice.sample.prompt_logprobs or (None,) * len(pieces)
-        tokens: list[TokenText] = []
-        start = 0
-        for token_id, piece, entry in zip(choice.prompt.ids, pieces, entries):
-            tokens.append(TokenText(token_id, piece, start, entry))
-            start += len(piece)
-        return text, tokens
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the whole request: each prompt once, every sample's output."""

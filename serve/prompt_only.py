@@ -67,8 +67,10 @@ def check_ids(ids: Sequence[int], name: str, ready: Ready, what: str = "") -> No
 
 async def run_prompts(
     context: ServerContext, request: Request, requests: Sequence[engine.Request]
-) -> list[TokenEvent]:
-    """The last event of each engine request, in order; ApiError if one fails.
+) -> tuple[list[TokenEvent], int]:
+    """The last event of each engine request, in order, and the epoch of the weights.
+
+    ApiError if one fails.
 
     Nothing is left running in the engine, also when the client hangs up.
     """
@@ -91,7 +93,7 @@ async def run_prompts(
     finally:
         call.close()
         guard.end()
-    return [ends[one.request_id] for one in requests]
+    return [ends[one.request_id] for one in requests], call.epoch
 
 
 def prompt_usage(requests: Sequence[engine.Request], ends: Sequence[TokenEvent]) -> dict[str, Any]:

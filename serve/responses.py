@@ -7,9 +7,9 @@ lines at U+2028 and its kin.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -30,6 +30,10 @@ class Identity:
     created: int
     model: str
     fingerprint: str
+
+    def under(self, epoch: int) -> Self:
+        """The same answer by the weights of `epoch`."""
+        return replace(self, fingerprint=f"{self.fingerprint}-w{epoch}")
 
     def fields(self, kind: str) -> dict[str, Any]:
         """The leading fields of an answer of `object` type `kind`."""

@@ -62,12 +62,16 @@ async def embeddings(request: Request) -> Response:
         )
         for index, prompt in enumerate(prompts)
     ]
-    ends = await run_prompts(context, request, requests)
+    ends, epoch = await run_prompts(context, request, requests)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(end, encoding)}
         for index, end in enumerate(ends)
     ]
-    fields = {**answer.fields("list"), "data": data, "usage": prompt_usage(requests, ends)}
+    fields = {
+        **answer.under(epoch).fields("list"),
+        "data": data,
+        "usage": prompt_usage(requests, ends),
+    }
     return Response(responses.to_json(fields), media_type="application/json")
 
 

@@ -146,10 +146,10 @@ async def version(request: Request) -> Response:
     return _json(
         {
             "version": context.version,
-            "model": context.engine_config.model,
+            "model": context.client.state.model or context.engine_config.model,
             "config_hash": context.config_hash,
             "system_fingerprint": context.fingerprint,
-            "weights_epoch": 0,
+            "weights_epoch": context.client.state.weights_epoch,
         }
     )
 
@@ -162,6 +162,6 @@ async def metrics(request: Request) -> Response:
     collector, news = context.collector, context.client.news
     collector.recorder = recorder
     collector.stats = context.client.stats
-    collector.up = context.status in ("ready", "draining")
+    collector.up = context.status in ("ready", "paused", "draining")
     collector.restarts = news.restarts if news is not None else 0
     return Response(exposition(collector), media_type=METRICS_TYPE)

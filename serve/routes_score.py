@@ -58,12 +58,16 @@ async def score(request: Request) -> Response:
                 cache_salt=body.cache_salt or "",
             )
         )
-    ends = await run_prompts(context, request, requests)
+    ends, epoch = await run_prompts(context, request, requests)
     data = [
         _scored(context, index, after, end)
         for index, ((_, after), end) in enumerate(zip(pairs, ends))
     ]
-    fields = {**answer.fields("list"), "data": data, "usage": prompt_usage(requests, ends)}
+    fields = {
+        **answer.under(epoch).fields("list"),
+        "data": data,
+        "usage": prompt_usage(requests, ends),
+    }
     return Response(responses.to_json(fields), media_type="application/json")
 
 

@@ -54,9 +54,6 @@ class Scheduler:
 
     Decisions are a function of the calls alone (arguments and order). `prefill_budget` may lower
     a step's prefill tokens, to bound its time; at least a page's worth is always allowed.
-
-    Attributes:
-        closed: nobody is admitted who had no row before.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class Scheduler:
         self._prefill_budget = prefill_budget
         self._counters = EngineStats(pages_total=self._rows.pool.total)
         self._serial = 0
-        self.closed = False
+        self._closed = False
 
     def has_work(self) -> bool:
         """Whether a request is live or a batch is in flight."""
@@ -127,6 +124,11 @@ class Scheduler:
         self._finish(state, reason)
         return state.event(finish_reason=reason)
 
+    def close(self, closed: bool, now: float) -> None:
+        """Admit only who had a row before, or everybody again; the wait meanwhile is not rated."""
+        self._closed = closed
+        self._waiting.rate.note(now, 0, waiting=False)
+
     def begun(self) -> bool:
         """Whether a live request has had a row, or a batch is in flight."""
         running = self._flights or self._rows.running
@@ -168,7 +170,7 @@ class Scheduler:
         steps = self._choose_steps(most_steps)
         self._schedule_decodes(steps, rows, states)
         prefilled = self._schedule_prefills(rows, states, now)
-        self._waiting.rate.note(now, prefilled, waiting=bool(self._waiting))
+        self._waiting.rate.note(now, prefilled, waiting=bool(self._waiting) and not self._closed)
         if not rows:
             return None
         if steps > 1:
@@ -305,7 +307,7 @@ class Scheduler:
         for state in self._rows.running:
             if not state.decoding and budget > 0:
                 budget -= self._schedule_chunk(state, budget, rows, states)
-        while budget > 0 and (state := self._waiting.next(begun=self.closed)):
+        while budget > 0 and (state := self._waiting.next(begun=self._closed)):
             if not self._admit(state, now):
                 break
             budget -= self._schedule_chunk(state, budget, rows, states)

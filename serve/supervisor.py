@@ -7,6 +7,7 @@ through `publish`.
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import pickle
 import shutil
@@ -28,6 +29,7 @@ from octavo.serve.wire import (
     SUPERVISOR,
     Compiling,
     EngineNews,
+    EngineState,
     Fatal,
     Gone,
     Hello,
@@ -92,6 +94,7 @@ class CoreSupervisor:
         self._stopping = False
         self._reason: str | None = None
         self._loaded = False
+        self._weights = EngineState()
         self._silence = Silence()
         self._task: asyncio.Task[None] | None = None
         self.news = EngineNews("restarting", reason="the engine has not been started")
@@ -192,10 +195,18 @@ class CoreSupervisor:
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        spec = CoreSpec(address, self._factory, self._engine_config, self._config.log_level)
+        config, level = self._present_config(), self._config.log_level
+        spec = CoreSpec(address, self._factory, config, level, self._weights)
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(spec))
         return process
+
+    def _present_config(self) -> Any:
+        """The settings, with the model whose weights were loaded last; its tokenizer stays."""
+        config, model = self._engine_config, self._weights.model
+        if not model:
+            return config
+        return dataclasses.replace(config, model=model, tokenizer=config.tokenizer or config.model)
 
     async def _read(self, ready: EngineNews) -> None:
         assert self._socket is not None
@@ -209,6 +220,8 @@ class CoreSupervisor:
             self._silence.heard(message)
             if isinstance(message, Fatal):
                 self._reason = message.message
+            elif isinstance(message, EngineState):
+                self._weights = message
             elif isinstance(message, Ready):
                 self._loaded = True
                 self.ready.set()

@@ -1,7 +1,8 @@
 """Messages between an API process and the engine core: msgspec structs, one zmq frame each.
 
-To the core: Hello, Add, Abort, and from the supervisor Gone and Shutdown. From the core: Ready,
-Events, Rejected, Compiling, Fatal. EngineNews is between supervisor and API processes.
+To the core: Hello, Add, Abort, Control, and from the supervisor Gone and Shutdown. From the core:
+Ready, EngineState, Events, Rejected, Controlled, Compiling, Fatal. EngineNews is between supervisor
+and API processes.
 """
 
 from collections.abc import Sequence
@@ -42,6 +43,24 @@ class Gone(msgspec.Struct, tag="gone"):
     """The API process of this routing id has ended: stop its requests."""
 
     identity: bytes
+
+
+class Control(msgspec.Struct, tag="control"):
+    """What an operator asks; Controlled answers it by its `serial`.
+
+    Attributes:
+        action: "pause", "resume" or "reload".
+        mode: of running requests: "abort" ends them, "wait" lets them end; a pause may "keep" them
+            as they are.
+        clear_cache: a pause forgets shared prefixes.
+        model: whose weights to load; "" reads the present model's files again.
+    """
+
+    serial: int
+    action: str
+    mode: str = ""
+    clear_cache: bool = False
+    model: str = ""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
@@ -88,14 +107,39 @@ class Compiling(msgspec.Struct, tag="compiling"):
     """The core compiles a program before its next step: silence until then is no hang."""
 
 
+class Controlled(msgspec.Struct, tag="controlled"):
+    """A Control is done, or not: `kind` is then "busy", "invalid" or "error"."""
+
+    serial: int
+    kind: str = ""
+    message: str = ""
+    weights_epoch: int = 0
+
+
+class EngineState(msgspec.Struct, tag="state"):
+    """What operators have changed since the start; sent on every change, and behind Ready.
+
+    Events that come later are of this state's weights.
+
+    Attributes:
+        paused: requests wait for a resume.
+        weights_epoch: counts the times that the weights were replaced.
+        model: where the present ones came from; "" is the model of the settings.
+    """
+
+    paused: bool = False
+    weights_epoch: int = 0
+    model: str = ""
+
+
 class Fatal(msgspec.Struct, tag="fatal"):
     """The core can't go on and exits."""
 
     message: str
 
 
-ToCore = Hello | Add | Abort | Gone | Shutdown
-ToApi = Ready | Events | Rejected | Compiling | Fatal
+ToCore = Hello | Add | Abort | Gone | Control | Shutdown
+ToApi = Ready | Events | Rejected | Compiling | Controlled | EngineState | Fatal
 
 
 def add(requests: Sequence[Request]) -> Add:

@@ -99,6 +99,7 @@ class MockConfig:
     max_waiting: int = 1000
     step_seconds: float = 0.0
     load_seconds: float = 0.0
+    tokenizer: str = ""
     fail_start: bool = False
     tame: bool = False
     flag_file: str = ""
@@ -150,6 +151,28 @@ class MockEngine:
         self.generation = dict(config.generation)
         self.rows: dict[str, _Row] = {}
         self.counters = EngineStats(pages_total=100)
+        self.gate, self.weights_epoch = "open", 0
+        self.forgotten = 0
+
+    @property
+    def begun(self):
+        return any(row.made for row in self.rows.values())
+
+    def stage(self, model):
+        """Weights by what their name says: bad, slow or fatal ones, or good."""
+        if "bad" in model:
+            raise ValueError(f"{model} is another model: width is 3, here 2")
+        time.sleep(0.3 if "slow" in model else 0)
+        return model
+
+    def swap(self, staged):
+        assert not self.begun
+        if "fatal" in staged:
+            raise RuntimeError("the device is full")
+        self.weights_epoch += 1
+
+    def forget_prefixes(self):
+        self.forgotten += 1
 
     def add(self, request):
         if BADADD in request.prompt and not self.config.tame:
@@ -172,7 +195,13 @@ class MockEngine:
             self._finished("abort")
 
     def has_work(self):
-        return bool(self.rows)
+        return bool(self._moving())
+
+    def _moving(self):
+        """Rows that the gate lets go on."""
+        if self.gate == "shut":
+            return []
+        return [row for row in self.rows.values() if self.gate == "open" or row.made]
 
     def recover(self, reason):
         ids = list(self.rows)
@@ -190,7 +219,7 @@ class MockEngine:
     def step(self):
         time.sleep(self.config.step_seconds)
         self.counters.steps += 1
-        return [event for row in list(self.rows.values()) for event in self._advance(row)]
+        return [event for row in self._moving() for event in self._advance(row)]
 
     def _first_time(self):
         """Whether no earlier engine of this server has asked."""
@@ -247,7 +276,9 @@ class MockEngine:
                 finish_reason="length",
                 embedding=pooled(request.prompt, request.pooling) if request.pooling else None,
             )
-        shift = 0 if params.is_greedy else (params.seed or 0) + request.sample_index
+        shift = (
+            self.weights_epoch if params.is_greedy else (params.seed or 0) + request.sample_index
+        )
         token = expected(request.prompt, row.made, shift)
         if request.grammar is not None:
             text = f"{request.grammar.kind} {request.grammar.text}".encode()

@@ -63,6 +63,7 @@ OTHER = {
     "max_engine_restarts": 5,
     "engine_restart_window": 60.0,
     "api_processes": 2,
+    "admin_endpoints": True,
     "log_level": "debug",
 }
 """A valid value of every field that is not its default."""

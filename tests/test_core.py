@@ -11,6 +11,7 @@ from octavo.serve.types import Request
 from octavo.serve.wire import (
     Abort,
     Compiling,
+    EngineState,
     Events,
     Fatal,
     Gone,
@@ -83,8 +84,9 @@ def test_hello_is_answered_with_the_model(make):
     harness = make(generation={"top_k": 5})
     client = harness.client()
     harness.send(client, Hello())
-    (ready,) = harness.received(client)
+    ready, state = harness.received(client)
     assert ready == Ready(2048, 300, (257,), {"top_k": 5})
+    assert state == EngineState(paused=False, weights_epoch=0, model="")
 
 
 def test_one_message_a_step_for_all_events_of_a_client(make):

@@ -13,6 +13,7 @@ from octavo.serve import (
     messages_protocol,
     protocol,
     responses_protocol,
+    routes_admin,
     routes_embeddings,
     routes_messages,
     routes_openai,
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = [field for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)]
 ROUTERS = (
+    routes_admin,
     routes_embeddings,
     routes_messages,
     routes_openai,

@@ -14,6 +14,7 @@ from octavo.serve import (
     messages_protocol,
     protocol,
     responses_protocol,
+    routes_admin,
     routes_embeddings,
     routes_messages,
     routes_openai,
@@ -26,6 +27,7 @@ from octavo.serve.config import ServerConfig
 from octavo.serve.metrics import ServerCollector, exposition
 
 ROUTERS = (
+    routes_admin,
     routes_openai,
     routes_responses,
     routes_messages,

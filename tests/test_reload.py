@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny import ARTEFACTS, drain, tiny_config, tiny_engine, tiny_fields, tiny_params
+from tiny import ARTEFACTS, drain, run, tiny_config, tiny_engine, tiny_fields, tiny_params
 
 from octavo.llm import LLM
 from octavo.model.checkpoint.export import export_hf
@@ -14,7 +14,9 @@ from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.families import family_of
 from octavo.model.params import init_params
 from octavo.sampling.params import SamplingParams
+from octavo.serve.control import Controls
 from octavo.serve.types import Request
+from octavo.serve.wire import Control, Controlled, EngineState
 
 PROMPT = [9, 8, 7, 6, 5] * 8
 OTHERS = [[11, 12, 13], [14, 15] * 9]
@@ -168,3 +170,51 @@ def test_preempted_requests_end_before_newcomers_begin():
     engine.gate = "open"
     drained, _ = drain(engine)
     assert list(drained) == ["late"]
+
+
+def test_the_core_replaces_them_while_requests_come_and_go(models, expected):
+    """As the engine core does it: read in a thread, put in place between requests."""
+    engine, told, answers, events = made(models / "a").engine, [], [], []
+    controls = Controls(
+        engine,
+        EngineState(),
+        answer=lambda identity, reply: answers.append(reply),
+        tell=told.append,
+        abort_all=lambda: None,
+        excuse=lambda: None,
+    )
+    engine.add(Request("r", tuple(PROMPT), GREEDY))
+    controls.take(b"", Control(1, "reload", "wait", model=str(models / "b")))
+    while not answers:
+        events += engine.step()
+        controls.advance()
+    assert answers == [Controlled(1, weights_epoch=1)]
+    assert told == [EngineState(False, 1, str(models / "b"))]
+    assert sum((event.token_ids for event in events), ()) == expected["a"][0]
+    assert drain_of(engine, PROMPT) == expected["b"][0]
+    controls.take(b"", Control(2, "reload", "wait", model=str(models / "nan")))
+    while len(answers) < 2:
+        controls.advance()
+    assert (answers[1].kind, "NaN" in answers[1].message) == ("invalid", True)
+    assert drain_of(engine, PROMPT) == expected["b"][0]
+
+
+def drain_of(engine, prompt):
+    return tuple(run(engine, [Request("x", tuple(prompt), GREEDY)])[0]["x"])
+
+
+def test_a_pause_does_not_count_as_slow_prefill():
+    engine = tiny_engine()
+    now = [0.0]
+    engine._clock = lambda: now[0]
+    for i in range(6):
+        engine.add(Request(f"r{i}", tuple(PROMPT), SamplingParams(temperature=0.0, max_tokens=30)))
+    for _ in range(4):
+        engine.step()
+        now[0] += 0.1
+    before = engine.stats().estimated_wait
+    engine.gate = "shut"
+    now[0] += 1000.0
+    engine.gate = "open"
+    engine.step()
+    assert 0 < engine.stats().estimated_wait < 2 * before

@@ -519,7 +519,7 @@ def test_health_and_version(srv):
     assert srv.get("/health")[0] == srv.get("/health/live")[0] == srv.get("/health/ready")[0] == 200
     body = srv.good(srv.get("/version"))
     assert body["version"]
-    assert body["system_fingerprint"].endswith(body["config_hash"])
+    assert body["system_fingerprint"].endswith(f"{body['config_hash']}-w0")
 
 
 def test_the_root_says_where_to_go_on(srv):

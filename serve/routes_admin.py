@@ -1,0 +1,91 @@
+"""For operators: pause and resume, other weights; only where admin_endpoints is set."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from octavo.sampling.shown import shown
+from octavo.serve import errors, responses
+from octavo.serve.bodies import parse_body, take
+from octavo.serve.context import ServerContext, context_of
+from octavo.serve.openapi import request_schema
+
+PAUSES = ("abort", "wait", "keep")
+RELOADS = ("wait", "abort")
+
+router = APIRouter()
+
+
+class ReloadBody(BaseModel):
+    """POST /reload_weights. `path`: a model like the present one; None reads that one again."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    path: str | None = None
+    mode: str | None = None
+
+
+def _context(request: Request) -> ServerContext:
+    """The server's state; ApiError 403 where nobody is an operator, 503 without an engine."""
+    context = context_of(request)
+    if not context.config.admin_endpoints:
+        raise errors.forbidden("this server takes no orders by HTTP: see admin_endpoints")
+    context.require_ready()
+    return context
+
+
+def _json(value: object) -> Response:
+    return Response(responses.to_json(value), media_type="application/json")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise errors.invalid(f"{name} must be one of {', '.join(known)}, not {shown(value)}", name)
+    return value
+
+
+@router.post("/pause", response_model=None)
+async def pause(request: Request) -> Response:
+    """Let no request go on; `mode` and `clear_cache` are query parameters, as with vLLM."""
+    context = _context(request)
+    asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true", **request.query_params}
+    for name in asked:
+        if name not in ("mode", "clear_cache"):
+            raise errors.invalid(f"unknown parameter {shown(name)}", name[:80])
+    mode = _one_of("mode", asked["mode"], PAUSES)
+    clear = _one_of("clear_cache", asked["clear_cache"].lower(), ("true", "false")) == "true"
+    await context.client.control("pause", mode=mode, clear_cache=clear)
+    return _json({"status": "paused", "mode": mode})
+
+
+@router.post("/resume", response_model=None)
+async def resume(request: Request) -> Response:
+    """End a pause."""
+    await _context(request).client.control("resume")
+    return _json({"status": "resumed"})
+
+
+@router.get("/is_paused", response_model=None)
+async def is_paused(request: Request) -> Response:
+    """Whether requests wait for a resume."""
+    return _json({"is_paused": _context(request).client.state.paused})
+
+
+@router.post("/reload_weights", openapi_extra=request_schema(ReloadBody), response_model=None)
+async def reload_weights(request: Request) -> Response:
+    """Replace the weights in place."""
+    context = _context(request)
+    body = await take(request, lambda raw: parse_body(ReloadBody, raw or b"{}"))
+    mode = _one_of("mode", body.mode or RELOADS[0], RELOADS)
+    start = time.monotonic()
+    done = await context.client.control("reload", model=body.path or "", mode=mode)
+    return _json(
+        {
+            "status": "reloaded",
+            "weights_epoch": done.weights_epoch,
+            "system_fingerprint": context.fingerprint,
+            "seconds": round(time.monotonic() - start, 3),
+        }
+    )

@@ -1,0 +1,203 @@
+"""Pause, resume and other weights over HTTP. The mock's answer begins an epoch's tokens later."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mock_engine import ByteTokenizer, expected
+from mock_server import running
+
+LONG = "<|slow|>" + "abcdefgh" * 5
+"""A prompt whose answer takes 20 ms a token."""
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with running(admin_endpoints=True) as server:
+        yield server
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture
+def srv(shared):
+    """The shared one, which every test leaves unpaused and idle, whatever its weights are."""
+    yield shared
+    assert shared.status() == "ready"
+    shared.wait(shared.idle)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def text(answer):
+    return answer[2]["choices"][0]["text"]
+
+
+def now(server):
+    """The present weights epoch."""
+    return server.good(server.get("/version"))["weights_epoch"]
+
+
+def said(prompt, count, weights):
+    """What the mock answers to a prompt, specials left out."""
+    ids = ByteTokenizer().encode(prompt)
+    answer = [expected(ids, i, weights) for i in range(count)]
+    return ByteTokenizer().decode(answer)
+
+
+def epoch(body):
+    return int(body["system_fingerprint"].rsplit("-w", 1)[1])
+
+
+def started(server, pool, tokens=30):
+    """A slow completion that runs in the background, once it has its first tokens."""
+    before = server.metric("vllm:generation_tokens_total")
+    future = pool.submit(server.complete, LONG, max_tokens=tokens)
+    server.wait(lambda: server.metric("vllm:generation_tokens_total") > before + 2)
+    return future
+
+
+def test_nobody_is_an_operator_unless_the_settings_say_so():
+    with running() as server:
+        for answer in (
+            server.post("/pause"),
+            server.post("/resume"),
+            server.get("/is_paused"),
+            server.post("/reload_weights", {}),
+        ):
+            status, _, body = answer
+            assert (status, body["error"]["type"]) == (403, "permission_error")
+            assert "admin_endpoints" in body["error"]["message"]
+
+
+def test_keep_freezes_what_runs(srv, pool):
+    run = started(srv, pool)
+    assert srv.good(srv.post("/pause?mode=keep")) == {"status": "paused", "mode": "keep"}
+    made = srv.metric("vllm:generation_tokens_total")
+    late = pool.submit(srv.complete, "abc")
+    assert (srv.status(), srv.get("/health/ready")[0]) == ("paused", 503)
+    assert srv.get("/health/live")[0] == 200
+    assert srv.good(srv.get("/is_paused")) == {"is_paused": True}
+    srv.wait(lambda: srv.metric("vllm:num_requests_running") == 2)  # the mock queues nothing
+    assert not run.done()
+    assert srv.metric("vllm:generation_tokens_total") == made
+    refused = srv.post("/reload_weights", {"path": "other"})
+    assert (refused[0], "frozen" in refused[2]["error"]["message"]) == (409, True)
+    assert srv.good(srv.post("/resume")) == {"status": "resumed"}
+    assert text(run.result(20)) == said(LONG, 30, now(srv))
+    assert text(late.result(20)) == said("abc", 8, now(srv))
+    assert (srv.status(), srv.good(srv.get("/is_paused"))) == ("ready", {"is_paused": False})
+
+
+def test_wait_lets_end_what_runs(srv, pool):
+    run = started(srv, pool)
+    assert srv.post("/pause?mode=wait&clear_cache=false")[0] == 200
+    assert run.done() or srv.idle()
+    late = pool.submit(srv.complete, "abc")
+    assert text(run.result(20)) == said(LONG, 30, now(srv))
+    assert not late.done()
+    srv.good(srv.post("/resume"))
+    assert text(late.result(20)) == said("abc", 8, now(srv))
+
+
+def test_abort_is_the_default_and_ends_everything(srv, pool):
+    run = started(srv, pool, tokens=2000)
+    assert srv.good(srv.post("/pause"))["mode"] == "abort"
+    status, _, body = run.result(20)
+    assert (status, body["choices"][0]["finish_reason"]) == (200, "abort")
+    assert 0 < len(body["choices"][0]["text"]) < 2000
+    srv.good(srv.post("/pause?mode=keep"))  # another mode may follow
+    srv.good(srv.post("/resume"))
+    assert text(srv.complete("abc")) == said("abc", 8, now(srv))
+
+
+def test_other_weights_are_named_by_every_answer(srv):
+    old = now(srv)
+    assert epoch(srv.good(srv.complete("abc"))) == old
+    done = srv.good(srv.post("/reload_weights", {"path": "other"}))
+    new = old + 1
+    assert (done["status"], done["weights_epoch"], epoch(done)) == ("reloaded", new, new)
+    body = srv.good(srv.complete("abc"))
+    assert (body["choices"][0]["text"], epoch(body)) == (said("abc", 8, new), new)
+    chunks = srv.stream("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert {epoch(chunk) for chunk in chunks[:-1]} == {new}
+    assert epoch(srv.good(srv.post("/v1/responses", {"input": "x"}))) == new
+    assert epoch(srv.good(srv.post("/v1/embeddings", {"input": "x"}))) == new
+    version = srv.good(srv.get("/version"))
+    assert (version["model"], epoch(version)) == ("other", new)
+    assert srv.good(srv.post("/reload_weights"))["weights_epoch"] == new + 1
+    assert srv.good(srv.get("/version"))["model"] == "other"
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_what_runs_ends_on_the_old_weights(srv, pool, mode):
+    old = now(srv)
+    run = started(srv, pool, tokens=40)
+    change = pool.submit(srv.post, "/reload_weights", {"path": "other", "mode": mode})
+    status, _, body = run.result(20)
+    assert (status, epoch(body)) == (200, old)
+    got = body["choices"][0]
+    assert said(LONG, 40, old).startswith(got["text"])
+    assert got["finish_reason"] == ("length" if mode == "wait" else "abort")
+    assert change.result(20)[2]["weights_epoch"] == old + 1
+    late = srv.good(srv.complete("abc"))
+    assert (late["choices"][0]["text"], epoch(late)) == (said("abc", 8, old + 1), old + 1)
+
+
+def test_steps_go_on_while_weights_are_read_and_one_thing_is_done_at_a_time(srv, pool):
+    old = now(srv)
+    begun = srv.log.count("reload wait")
+    change = pool.submit(srv.post, "/reload_weights", {"path": "slow"})
+    srv.wait(lambda: srv.log.count("reload wait") > begun)
+    assert epoch(srv.good(srv.complete("ab"))) == old
+    busy = srv.post("/pause")
+    assert (busy[0], busy[2]["error"]["message"]) == (409, "reload is under way")
+    assert change.result(20)[2]["weights_epoch"] == old + 1
+
+
+def test_what_does_not_fit_is_refused(srv):
+    old = now(srv)
+    status, _, body = srv.post("/reload_weights", {"path": "bad"})
+    assert (status, "width is 3, here 2" in body["error"]["message"]) == (400, True)
+    assert epoch(srv.good(srv.complete("abc"))) == old
+    for path, fields, name in (
+        ("/reload_weights", {"mode": "keep"}, "mode"),
+        ("/reload_weights", {"path": 3}, "path"),
+        ("/reload_weights", {"model": "x"}, "model"),
+        ("/pause?mode=sleep", None, "mode"),
+        ("/pause?clear_cache=maybe", None, "clear_cache"),
+        ("/pause?tags=x", None, "tags"),
+    ):
+        status, _, body = srv.post(path, fields)
+        assert (status, body["error"]["param"]) == (400, name)
+    assert srv.status() == "ready"
+
+
+def test_restarts_load_what_was_loaded_last():
+    """By a kill, and because weights were lost half way."""
+    with running(admin_endpoints=True) as server:
+        server.good(server.post("/reload_weights", {"path": "other"}))
+        os.kill(server.core_pid(), signal.SIGKILL)
+        server.wait(lambda: server.status() != "ready")
+        server.wait(server.settled)
+        version = server.good(server.get("/version"))
+        assert (version["weights_epoch"], version["model"]) == (1, "other")
+        assert text(server.complete("abc")) == said("abc", 8, 1)
+        status, _, body = server.post("/reload_weights", {"path": "fatal"})
+        assert (status, "the device is full" in body["error"]["message"]) == (500, True)
+        server.wait(server.settled)
+        body = server.good(server.complete("abc"))
+        assert (body["choices"][0]["text"], epoch(body)) == (said("abc", 8, 1), 1)
+
+
+def test_every_api_process_knows():
+    with running(admin_endpoints=True, api_processes=2) as server:
+        server.good(server.post("/reload_weights", {"path": "other"}))
+        server.good(server.post("/pause"))
+        for _ in range(12):  # the kernel spreads connections over both
+            server.wait(lambda: server.status() == "paused")
+            assert server.good(server.get("/version"))["weights_epoch"] == 1
