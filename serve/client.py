@@ -285,16 +285,24 @@ class EngineClient:
             self._socket.send(self._encode(message), zmq.NOBLOCK)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        """Take what has arrived, up to EVENTS_A_TURN events, then let each call have its own."""
+        """Take what has arrived, up to EVENTS_A_TURN events, then let each call have its own.
+
+        A bug in that fails the calls that are open: a reader that ended would leave them and all
+        later ones waiting for ever.
+        """
         while True:
             touched: dict[Call, None] = {}
             payload: bytes | None = await socket.recv()
             events = 0
-            while payload is not None:
-                events += self._handle(payload, touched)
-                payload = await _next_if_there(socket) if events < EVENTS_A_TURN else None
-            for call in touched:
-                call.wake()
+            try:
+                while payload is not None:
+                    events += self._handle(payload, touched)
+                    payload = await _next_if_there(socket) if events < EVENTS_A_TURN else None
+                for call in touched:
+                    call.wake()
+            except Exception as error:
+                log.exception("the engine's news could not be handed out")
+                self.fail_all(errors.internal(f"internal error: {type(error).__name__}"))
             await asyncio.sleep(0)
 
     def _handle(self, payload: bytes, touched: dict[Call, None]) -> int:

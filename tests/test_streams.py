@@ -16,6 +16,7 @@ from octavo.sampling.params import SamplingParams
 from octavo.serve import client as client_module
 from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
+from octavo.serve.errors import ApiError
 from octavo.serve.generation import Generation, Wanted
 from octavo.serve.metrics import Recorder
 from octavo.serve.prompts import Prompt
@@ -151,6 +152,34 @@ def test_an_engine_that_never_stops_talking_leaves_time_for_the_rest(monkeypatch
         return turns
 
     assert asyncio.run(flood()) >= 100 // 3
+
+
+def test_a_bug_in_handing_news_out_fails_what_is_open_and_nothing_later(monkeypatch):
+    deliver, raised = EngineClient._deliver, []
+
+    def fail_once(*args):
+        if not raised:
+            raised.append(1)
+            raise ZeroDivisionError
+        deliver(*args)
+
+    monkeypatch.setattr(EngineClient, "_deliver", fail_once)
+
+    async def news():
+        client, wire = EngineClient(b"api"), Wire()
+        client.up, client._socket = True, wire
+        reader = asyncio.create_task(client._read(wire))
+        broken = client.submit([Request("r0", (97,), SamplingParams())])
+        wire.put(TokenEvent("r0", (98,)))
+        with pytest.raises(ApiError, match="ZeroDivisionError"):
+            await asyncio.wait_for(broken.next(), 5)
+        whole = client.submit([Request("r1", (97,), SamplingParams())])
+        wire.put(TokenEvent("r1", (98,)))
+        events = await asyncio.wait_for(whole.next(), 5)
+        reader.cancel()
+        return events
+
+    assert [event.token_ids for event in asyncio.run(news())] == [(98,)]
 
 
 # Over a socket
