@@ -58,7 +58,7 @@ def create_app(context: ServerContext) -> FastAPI:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return context_of(request).respond(error)
+    return context_of(request).respond(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -67,7 +67,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = ApiError(error.status_code, message, kind=kind)
-    response = context_of(request).respond(refusal)
+    response = context_of(request).respond(refusal, request.url.path)
     response.headers.update(error.headers or {})
     return response
 
@@ -78,4 +78,5 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     """A failure of ours; the traceback goes to the log, its kind to the client."""
-    return context_of(request).respond(errors.internal(f"internal error: {type(error).__name__}"))
+    failure = errors.internal(f"internal error: {type(error).__name__}")
+    return context_of(request).respond(failure, request.url.path)

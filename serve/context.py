@@ -138,12 +138,11 @@ class ServerContext:
         software = f"octavo-{self.version}-{self.config_hash}"
         return Identity(name, int(time.time()), self.names[0], software)
 
-    def respond(self, error: ApiError) -> Response:
-        """The answer to a request that failed, counted."""
+    def respond(self, error: ApiError, path: str) -> Response:
+        """The answer to a request to `path` that failed, counted."""
         self.recorder.responses[error.status] += 1
-        return Response(
-            error.body(), error.status, headers=error.headers(), media_type="application/json"
-        )
+        body, headers = error.body_for(path), error.headers()
+        return Response(body, error.status, headers=headers, media_type="application/json")
 
     def close(self) -> None:
         """Stop the threads, send the last spans."""

@@ -1,4 +1,4 @@
-"""Failures as the OpenAI API words them: {"error": {message, type, param, code}}."""
+"""Failures as OpenAI's API words them, {"error": {message, type, param, code}}, and Anthropic's."""
 
 import asyncio
 from math import ceil
@@ -10,6 +10,16 @@ from octavo.sampling.shown import shown
 from octavo.serve.types import FINISH_ABORT, FINISH_ERROR
 
 CORE_DEAD = "the engine process has ended"
+
+
+ANTHROPIC_PATHS = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -53,6 +63,18 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
         }
+
+    def anthropic_fields(self) -> dict[str, Any]:
+        """The inside of Anthropic's error object."""
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        message = self.message.replace("thinking_token_budget", "thinking.budget_tokens")
+        return {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": message}
+
+    def body_for(self, path: str) -> bytes:
+        """The JSON error object as the clients of a path expect it."""
+        if not path.startswith(ANTHROPIC_PATHS):
+            return self.body()
+        return msgspec.json.encode({"type": "error", "error": self.anthropic_fields()})
 
     def headers(self) -> dict[str, str]:
         """Headers that go with the status."""

@@ -48,7 +48,7 @@ class Gate:
             use = self._enter(scope, visit)
         except ApiError as error:
             log.info("%s %s: %s", scope["method"], scope["path"], error.message)
-            await self._context.respond(error)(scope, receive, send)
+            await self._context.respond(error, scope["path"])(scope, receive, send)
             return
         try:
             await self._handle(scope, visit, receive, send)

@@ -130,10 +130,17 @@ class Generation:
         with self._accounted():
             while self._running:
                 for event in await self.call.next():
+                    if self._refused(event):
+                        raise failure(event, self._wanted.structured)
                     for choice, delta in self._advance(event):
                         self._keep(choice, delta)
                     if event.finish_reason == FINISH_ERROR:
                         raise failure(event, self._wanted.structured)
+
+    def _refused(self, event: TokenEvent) -> bool:
+        """Whether the engine refuses what a sample asks for: it never began, so it has no end."""
+        choice = self._running.get(event.request_id)
+        return event.invalid and choice is not None and not choice.sample.completion_tokens
 
     @contextmanager
     def _accounted(self) -> Iterator[None]:

@@ -16,21 +16,6 @@ from octavo.serve.responses import event
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.types import FINISH_LENGTH, TokenEvent
 
-_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error_fields(error: ApiError) -> dict[str, Any]:
-    """The inside of Anthropic's error object."""
-    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = error.message.replace("thinking_token_budget", "thinking.budget_tokens")
-    return {"type": kind, "message": message}
-
 
 class Blocks:
     """Content blocks in the making: text, thinking and tool_use, in the order they came."""
@@ -120,7 +105,7 @@ class MessagesGeneration(SplitGeneration):
 
     def failed(self, error: ApiError) -> bytes:
         """What ends a stream that `error` cuts short."""
-        return event("error", {"error": error_fields(error)})
+        return event("error", {"error": error.anthropic_fields()})
 
     def answer(self) -> bytes:
         """The whole message once `collect` is done."""

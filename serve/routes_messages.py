@@ -1,8 +1,5 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens."""
 
-from collections.abc import Awaitable, Callable
-from functools import wraps
-
 from fastapi import APIRouter, Request, Response
 
 from octavo.sampling.shown import shown
@@ -12,33 +9,14 @@ from octavo.serve.bodies import parse_body, take
 from octavo.serve.chat_formats import PLAIN
 from octavo.serve.chat_plan import plan_chat
 from octavo.serve.context import context_of, visit_of
-from octavo.serve.errors import ApiError
 from octavo.serve.generation import Wanted
-from octavo.serve.messages_generation import MessagesGeneration, error_fields
+from octavo.serve.messages_generation import MessagesGeneration
 from octavo.serve.messages_protocol import MessagesBody, chat_body
 from octavo.serve.openapi import request_schema
 from octavo.serve.protocol import ChatBody
 from octavo.serve.structured import Structured
 
 router = APIRouter()
-
-type Handler = Callable[[Request], Awaitable[Response]]
-
-
-def _anthropic(handler: Handler) -> Handler:
-    """Failures as Anthropic's error objects."""
-
-    @wraps(handler)
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ApiError as error:
-            response = context_of(request).respond(error)
-            response.body = responses.to_json({"type": "error", "error": error_fields(error)})
-            response.headers["content-length"] = str(len(response.body))
-            return response
-
-    return handle
 
 
 def _read(raw: bytes) -> tuple[MessagesBody, ChatBody]:
@@ -47,7 +25,6 @@ def _read(raw: bytes) -> tuple[MessagesBody, ChatBody]:
 
 
 @router.post("/v1/messages", openapi_extra=request_schema(MessagesBody), response_model=None)
-@_anthropic
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
@@ -71,7 +48,6 @@ async def messages(request: Request) -> Response:
 @router.post(
     "/v1/messages/count_tokens", openapi_extra=request_schema(MessagesBody), response_model=None
 )
-@_anthropic
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that a conversation makes."""
     context = context_of(request)

@@ -167,6 +167,23 @@ def test_what_asks_for_nothing_is_taken(client):
     assert dumped(message) == [{"type": "text", "text": "user:hey"}]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "fields", "key", "status", "kind"),
+    [
+        ("POST", "/v1/messages", {}, "wrong", 401, "authentication_error"),
+        ("POST", "/v1/messages/count_tokens", {}, "", 401, "authentication_error"),
+        ("GET", "/v1/messages", {}, "secret", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/none", {}, "secret", 404, "not_found_error"),
+        ("POST", "/v1/messages", {"max_tokens": 0}, "secret", 400, "invalid_request_error"),
+        ("POST", "/v1/messages", {"system": "fault:tokenise"}, "secret", 500, "api_error"),
+    ],
+)
+def test_every_failure_has_anthropics_shape(srv, method, path, fields, key, status, kind):
+    found, _, body = srv.request(method, path, ask("hi", **fields), {"x-api-key": key})
+    assert (found, body["type"], body["error"]["type"]) == (status, "error", kind)
+    assert body["error"].keys() == {"type", "message"}
+
+
 def test_failures(srv, client):
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**ask("hi", model="other"))

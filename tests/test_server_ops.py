@@ -107,6 +107,8 @@ def test_aborts_errors_and_refusals_are_counted_as_what_they_are(guarded):
     assert complete(guarded, "sk-alice")[0] == 200
     assert complete(guarded, "sk-alice", "x<|nan|>")[0] == 500
     assert complete(guarded, "sk-alice", n=9, temperature=1)[0] == 429
+    for refused in ({"n": 1}, {"n": 2, "temperature": 1}, {"stream": True}):
+        assert complete(guarded, "sk-alice", guided_regex="REFUSED", **refused)[0] == 400
     with contextlib.closing(guarded.connect()) as connection:
         body = {"prompt": "a<|slow|>", "max_tokens": 2000, "n": 2, "temperature": 1}
         connection.request("POST", "/v1/completions", json.dumps(body), bearer("sk-alice"))
