@@ -42,9 +42,13 @@ class ProgramKey:
 
     def __str__(self) -> str:
         """For the log."""
-        if self.bucket is None:
-            return f"{self.kind} {self.size}"
-        return f"{self.kind} {self.bucket.label}, {self.bucket.pages} pages a row"
+        words = [f"{self.kind} {self.bucket.label if self.bucket else self.size}"]
+        if self.bucket:
+            words.append(f"{self.bucket.pages} pages a row")
+        if self.flags:
+            words += [name for name, value in vars(self.flags).items() if value is True]
+            words += [f"logprobs {self.flags.logprobs}"] * (self.flags.logprobs >= 0)
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)

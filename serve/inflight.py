@@ -1,5 +1,8 @@
 """A dispatched batch whose answer is still on its way, and its translation into row results."""
 
+import atexit
+import contextlib
+from collections import deque
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +16,23 @@ NOT_FINITE = "the model produced NaN or infinite logits for this request"
 ALL_BANNED = "every token is banned for this request"
 TOKEN, FINITE = 0, 1
 LOGPROB, RANK, TOP = 0, 1, 2
+
+_COPIES: deque[jax.Array] = deque(maxlen=8)
+"""The latest copies to the host: more than can be on their way at once."""
+
+
+def fetch(array: jax.Array) -> None:
+    """Start an array's way to the host, where it will be read."""
+    array.copy_to_host_async()
+    _COPIES.append(array)
+
+
+@atexit.register
+def _land() -> None:
+    """Wait for copies that nobody did: one that ends after the interpreter aborts the process."""
+    for array in _COPIES:
+        with contextlib.suppress(Exception):
+            jax.device_get(array)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from octavo.serve import devices, step
 from octavo.serve.artefact import ArtefactStore
 from octavo.serve.buckets import Bucket
 from octavo.serve.compile import ProgramKey, Programs
-from octavo.serve.inflight import Forwarded, InFlight
+from octavo.serve.inflight import Forwarded, InFlight, fetch
 from octavo.serve.programs import COMMON_FLAGS, ProgramBuilder, ProgramSettings, covering
 from octavo.serve.types import ScheduledBatch, ScheduledRow
 
@@ -164,7 +164,7 @@ class Runner:
             step.logits, self.last_tokens, state, packed, *masks
         )
         self.row_state = state if flags.needs_state else self.row_state
-        report.copy_to_host_async()
+        fetch(report)
         return report
 
     def _dispatch_decode(self, batch: ScheduledBatch, flags: SamplingFlags) -> InFlight:
@@ -177,7 +177,7 @@ class Runner:
             self.params, self.cache, self.last_tokens, state, self._put(packed)
         )
         self.row_state = state if flags.needs_state else self.row_state
-        report.copy_to_host_async()
+        fetch(report)
         return InFlight(batch, flags, report)
 
     def _prompt_logprobs(
@@ -195,7 +195,7 @@ class Runner:
         key = ProgramKey("prompt_logprobs", flags=flags, size=bucket.tokens)
         targets = packing.prompt_targets(batch, bucket)
         report = self.programs.get(key)(self.params, hidden, self._put(targets))
-        report.copy_to_host_async()
+        fetch(report)
         return report, flags.logprobs
 
     def _pool(self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array) -> jax.Array | None:
@@ -204,7 +204,7 @@ class Runner:
             return None
         rows = packing.pooled_rows(batch, bucket, self.settings.max_num_seqs)
         sums = self.programs.get(ProgramKey("pool", size=bucket.tokens))(hidden, self._put(rows))
-        sums.copy_to_host_async()
+        fetch(sums)
         return sums
 
     def _reset_rows(self, batch: ScheduledBatch) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -365,3 +367,19 @@ def test_warm_up_on_a_cpu(serving, fields, found):
     common = set(engine.runner.builder.common_keys())
     ready = {key for key, _ in engine.runner.programs.items()}
     assert ready == (common if found == "common" else set())
+
+
+LEAVE = """
+import jax, jax.numpy as jnp
+from octavo.serve import inflight
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda i, y: jnp.sin(y @ y), x))
+x = jnp.ones((600, 600))
+program = slow.lower(x).compile()
+inflight.fetch(program(x))
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_a_step_ends_well():
+    """As after Ctrl-C: without waiting for the step's answer jax aborts the process."""
+    done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
