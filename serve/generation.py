@@ -1,7 +1,7 @@
 """One generating HTTP request: its samples, from engine events to answer objects or SSE bytes."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -344,9 +344,7 @@ class Generation:
     def answer(self) -> bytes:
         """The whole answer once `collect` is done."""
         kind = "chat.completion" if self._wanted.chat else "text_completion"
-        one: Callable[[Choice], dict[str, Any]] = (
-            self._chat_choice if self._wanted.chat else self._text_choice
-        )
+        one = self._chat_choice if self._wanted.chat else self._text_choice
         body = self._identity.fields(kind)
         body["choices"] = [one(choice) for choice in self.choices]
         body["usage"] = self.usage()
