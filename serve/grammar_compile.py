@@ -58,7 +58,9 @@ class Job:
         if error is None:
             return self.future.result().deep_copy()
         if isinstance(error, GrammarError):
-            raise error
+            # Not `error` itself: it is kept with the grammar, and each raise would hang the frames
+            # of its callers to it, with the batch that they hold.
+            raise GrammarError(str(error)) from error
         raise GrammarError(f"{type(error).__name__}: {shortened(str(error))}") from error
 
 

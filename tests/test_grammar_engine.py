@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import traceback
 from dataclasses import replace
 
 import jsonschema
@@ -233,6 +234,19 @@ def test_a_refused_grammar_ends_its_request_alone(alone, grammar, reason):
     assert len(last["bad"].error) < 700
     assert tokens["g1"] == alone["g1"]
     check_pages_free(engine)
+
+
+def test_refusing_a_known_grammar_again_keeps_nothing():
+    """The error stays with the grammar; what it was raised through must not."""
+    engine = tiny_engine(eos_ids=(EOS,))
+    bad = Grammar.regex("(a")
+    depths = []
+    for i in range(4):
+        _, last = run(engine, [Request(f"bad{i}", (5, 6), sampled(1), grammar=bad)])
+        assert "unclosed" in last[f"bad{i}"].error
+        error = engine.grammars._compiler._jobs[bad].future.exception()
+        depths.append(len(list(traceback.walk_tb(error.__traceback__))))
+    assert len(set(depths)) == 1, depths
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_request_alone(alone):
