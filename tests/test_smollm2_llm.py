@@ -8,8 +8,10 @@ from real_models import DATA, NEAR_TIE, smollm2_path
 from tiny import ARTEFACTS
 
 import octavo
+from octavo.driver import Driver
 from octavo.sampling.params import SamplingParams
 from octavo.serve.engine import Engine
+from octavo.serve.output import OutputProcessor
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
 
 pytestmark = pytest.mark.smollm2
@@ -30,12 +32,12 @@ def loaded():
 @pytest.fixture
 def llm_with(loaded):
     """The loaded model under another scheduler; every program is shared."""
-    original = loaded.engine
+    driver, original = loaded._driver, loaded.engine
 
     def make(**fields):
         settings = {**SIZES, "num_pages": PAGES, "overlap": True, "max_decode_steps": 8, **fields}
         original.runner.reset_device_state()
-        loaded.engine = Engine(
+        engine = Engine(
             original.runner,
             Scheduler(SchedulerConfig(**settings)),
             max_model_len=settings["max_model_len"],
@@ -45,12 +47,13 @@ def llm_with(loaded):
             overlap=settings["overlap"],
             seed=0,
         )
+        loaded._driver = Driver(engine, OutputProcessor(loaded.tokenizer))
         return loaded
 
     yield make
     loaded.engine.check()
     assert loaded.engine.stats().pages_used == 0
-    loaded.engine = original
+    loaded._driver = driver
 
 
 def greedy(max_tokens=20, **fields):
