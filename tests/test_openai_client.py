@@ -10,6 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from blackbox import KIT, run_kit
 from ports import free_port
 
 pytestmark = pytest.mark.smollm2
@@ -140,3 +141,11 @@ def test_errors_map_to_classes(client):
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(openai.BadRequestError, match="image"):
         chat(client, messages=[{"role": "user", "content": [part]}])
+
+
+@pytest.mark.skipif(not KIT.is_dir(), reason="the acceptance kit is not beside this checkout")
+@pytest.mark.parametrize("name", ["test_limits.py", "test_stop.py", "test_tools.py"])
+def test_acceptance_kit(base_url, name):
+    """The whole of it: make test-blackbox."""
+    code, output = run_kit(KIT, base_url, [name])
+    assert code == 0, output
