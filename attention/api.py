@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
-from octavo.attention.mosaic import attend_mosaic
+from octavo.attention.mosaic import attend_mosaic, write_by_kernel
 from octavo.attention.reference import attend_reference
 from octavo.attention.xla import attend_xla
 from octavo.cache.layout import LayerCache
@@ -29,6 +29,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 AUTO_ORDER = ("mosaic", "xla")
 """What "auto" tries, in order: the kernels first, where they take the device, type and shape."""
+
+WRITE_KERNEL_FROM = 256
+"""Tokens from which the kernel that writes keys and values gains: XLA's scatters of fewer are short
+and turn the keys by their positions on the way."""
 
 
 def attend(
@@ -82,16 +86,42 @@ def write(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     meta: AttentionMeta,
+    spec: AttentionSpec,
+    impl: str = "auto",
+    mesh: Mesh | None = None,
 ) -> LayerCache:
     """The layer with each token's key and value in its slot; in place when the layer is donated.
 
-    Values are cast to the cache's dtype. Padding tokens land in the padding page.
+    Values are cast to the cache's dtype. Padding tokens land in the padding page or nowhere.
+    Arguments and errors are those of `attend`; every implementation but "mosaic" scatters.
     """
-    return LayerCache(_scatter(layer.k, k, meta.slots), _scatter(layer.v, v, meta.slots))
+    k, v = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
+    run = partial(_write_with, impl=impl)
+    if mesh is None or spec.mesh_axis is None:
+        return run(layer, k, v, meta.slots)
+    heads = PartitionSpec(None, spec.mesh_axis, None)
+    pages = PartitionSpec(None, None, spec.mesh_axis, None)
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(pages, heads, heads, PartitionSpec()),
+        out_specs=pages,
+        check_vma=False,
+    )
+    return sharded(layer, k, v, meta.slots)
+
+
+def _write_with(layer: LayerCache, k: Array, v: Array, slots: Array, *, impl: str) -> LayerCache:
+    if impl in ("auto", "mosaic") and len(slots) >= WRITE_KERNEL_FROM:
+        try:
+            return write_by_kernel(layer, k, v, slots)
+        except NotImplementedError:
+            if impl == "mosaic":
+                raise
+    return LayerCache(_scatter(layer.k, k, slots), _scatter(layer.v, v, slots))
 
 
 def _scatter(pages: Array, tokens: Array, slots: Array) -> Array:
-    tokens = tokens.astype(pages.dtype)
     page, offset = jnp.divmod(slots, pages.shape[1])
     if slots.shape[0] > 1:
         return pages.at[page, offset].set(tokens, mode="drop")

@@ -1,11 +1,12 @@
 """The Mosaic-GPU kernels as one implementation: refusals of the device, choice of the kernel."""
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.mosaic_decode import decode_mosaic, decode_refusal
 from octavo.attention.mosaic_prefill import prefill_mosaic
+from octavo.attention.mosaic_write import write_mosaic
 from octavo.cache.layout import LayerCache
 
 HOPPER = "9.0"
@@ -28,6 +29,18 @@ def attend_mosaic(
     if decode_refusal(q, layer, meta) is None:
         return decode_mosaic(q, layer, meta, spec, sinks)
     return prefill_mosaic(q, layer, meta, spec, sinks)
+
+
+def write_by_kernel(
+    layer: LayerCache, k: Float[Array, "T K D"], v: Float[Array, "T K D"], slots: Int32[Array, " T"]
+) -> LayerCache:
+    """`write` by the kernel for Hopper GPUs; k and v in the pages' type.
+
+    Raises:
+        NotImplementedError: no such GPU, or a size that `write_refusal` names.
+    """
+    _refuse_device()
+    return write_mosaic(layer, k, v, slots)
 
 
 def _refuse_device() -> None:

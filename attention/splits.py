@@ -5,8 +5,9 @@ the same whatever batch and bucket it is in.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -121,42 +122,49 @@ def _longest_first(size: Array) -> Array:
 def combine(parts: Array, lse: Array, work: Work, sinks: Array | None, shape: TileShape) -> Array:
     """[S, Q, K, G, D] float32 of every chunk's [S, C, K, R, D] result and base-2 log-sum-exp.
 
-    Chunks are added in order, one by one, and a chunk that a row doesn't have adds exact zeros: the
-    result doesn't depend on how many chunks the bucket has.
+    The largest log-sum-exp is found first, so that no chunk's weight waits for another's; then
+    chunks are added in order, one by one. One that a row doesn't have adds exact zeros: the result
+    doesn't depend on how many chunks the bucket has.
     """
     num_rows, num_chunks = parts.shape[:2]
     parts, lse = parts[..., : shape.used_rows, :], lse[..., : shape.used_rows]
-    top = jnp.full(lse[:, 0].shape, FLOOR, jnp.float32)
-    total = jnp.zeros_like(top)
+    top, sink = jnp.full(lse[:, 0].shape, FLOOR, jnp.float32), None
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(shape.heads, 1, shape.group) * LOG2E
         sink = jnp.broadcast_to(sink, (shape.heads, shape.queries, shape.group))
-        top = jnp.broadcast_to(sink.reshape(1, shape.heads, shape.used_rows), top.shape)
-        total = jnp.ones_like(top)
-    acc = jnp.zeros(parts[:, 0].shape, jnp.float32)
+        sink = jnp.broadcast_to(sink.reshape(1, shape.heads, shape.used_rows), top.shape)
+        top = sink
 
-    def add(index: int | Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, acc = state
-        live = (index >= work.first_chunk) & (index < work.end_chunk)
+    def live(index: int | Array) -> Array:
+        return ((index >= work.first_chunk) & (index < work.end_chunk))[:, None, None]
+
+    def highest(index: int | Array, top: Array) -> Array:
         # A chunk that doesn't exist was never written: it may hold anything.
-        new = jnp.where(live[:, None, None], _chunk(lse, index), FLOOR)
-        part = jnp.where(live[:, None, None, None], _chunk(parts, index), 0).astype(jnp.float32)
-        new_top = jnp.maximum(top, new)
-        decay = jnp.exp2(top - new_top)
-        weight = jnp.where(live[:, None, None], jnp.exp2(new - new_top), 0.0)
-        acc = acc * decay[..., None] + part * weight[..., None]
-        return new_top, total * decay + weight, acc
+        return jnp.maximum(top, jnp.where(live(index), _chunk(lse, index), FLOOR))
 
-    state = (top, total, acc)
-    if num_chunks <= UNROLLED_CHUNKS:
-        for index in range(num_chunks):
-            state = add(index, state)
-    else:
-        state = lax.fori_loop(0, num_chunks, add, state)
-    _, total, acc = state
+    top = _over_chunks(num_chunks, highest, top)
+    total = jnp.zeros_like(top) if sink is None else jnp.exp2(sink - top)
+
+    def add(index: int | Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, acc = state
+        weight = jnp.where(live(index), jnp.exp2(_chunk(lse, index) - top), 0.0)
+        part = jnp.where(live(index)[..., None], _chunk(parts, index), 0).astype(jnp.float32)
+        return total + weight, acc + part * weight[..., None]
+
+    acc = jnp.zeros(parts[:, 0].shape, jnp.float32)
+    total, acc = _over_chunks(num_chunks, add, (total, acc))
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(num_rows, shape.heads, shape.queries, shape.group, -1)
     return out.transpose(0, 2, 1, 3, 4)
+
+
+def _over_chunks(count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """`body` over all chunks in order: one fusion if they are few."""
+    if count > UNROLLED_CHUNKS:
+        return lax.fori_loop(0, count, body, state)
+    for index in range(count):
+        state = body(index, state)
+    return state
 
 
 def _chunk(array: Array, index: int | Array) -> Array:

@@ -144,10 +144,10 @@ def _attention(
             q = rms_norm(q, weights["q_norm"], eps, offset)
             k = rms_norm(k, weights["k_norm"], eps, offset)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
+    spec = config.attention_spec(index, None if mesh is None else TENSOR)
     with jax.named_scope("kv_write"):
-        layer = write(layer, k, v, meta)
+        layer = write(layer, k, v, meta, spec, impl=impl, mesh=mesh)
     with jax.named_scope("attend"):
-        spec = config.attention_spec(index, None if mesh is None else TENSOR)
         mixed = attend(q, layer, meta, spec, impl=impl, mesh=mesh)
     with jax.named_scope("out"):
         mixed = mixed.reshape(-1, config.num_kv_heads, group, config.head_dim)

@@ -14,6 +14,7 @@ from attention_suite import CASES, TOLERANCE, Case, Problem, build, error, oracl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from octavo.attention import mosaic_write
 from octavo.attention.api import attend
 from octavo.attention.mosaic_decode import (
     SMEM_BYTES,
@@ -23,6 +24,7 @@ from octavo.attention.mosaic_decode import (
 )
 from octavo.attention.mosaic_prefill import PrefillTuning, default_prefill_tuning, prefill_mosaic
 from octavo.attention.splits import decode_work
+from octavo.cache.layout import LayerCache
 
 _BY_NAME = {case.name: case for case in CASES}
 _H200 = AbstractMesh(
@@ -71,7 +73,7 @@ PREFILL_ON_GPU = (
     ),
     Case("prefill_window_below_page", ((90, 640), (12, 65)), 8, 2, 128, 64, "bfloat16", window=5),
     Case("prefill_infinity", ((150, 700), (9, 77)), 8, 1, 128, 64, "bfloat16", poison=np.inf),
-    Case("prefill_long", ((1100, 2100), (500, 500)), 32, 8, 128, 64, "bfloat16"),
+    Case("prefill_long", ((1100, 2100), (500, 500)), 8, 2, 128, 64, "bfloat16"),
 )  # fmt: skip
 
 
@@ -104,7 +106,9 @@ INTERPRETED_PREFILL = (
 @pytest.mark.parametrize("case", INTERPRETED_PREFILL, ids=lambda case: case.name)
 def test_prefill_interpreted_with_race_detection(case: Case):
     problem = build(case)
-    tuning = PrefillTuning(block=128 if "128" in case.name else 64, interpreted=True)
+    tuning = PrefillTuning(
+        block=128 if "128" in case.name else 64, value_stages=1, num_blocks=3, interpreted=True
+    )
     run = partial(prefill_mosaic, spec=problem.spec, tuning=tuning)
     with _interpreter():
         out = jax.jit(run)(problem.q, problem.layer, problem.meta, sinks=problem.sinks)
@@ -129,6 +133,51 @@ def test_decode_lowers_for_cuda_without_a_gpu(head_dim: int):
         run = jax.jit(partial(attend, spec=problem.spec, impl="mosaic"))
         traced = run.trace(problem.q, problem.layer, problem.meta)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _to_write(tokens: int, heads: int) -> tuple[LayerCache, jax.Array, jax.Array, jax.Array]:
+    """Pages, keys, values and shuffled slots of so many tokens, the last of them padding."""
+    rng, pages, page = np.random.default_rng(tokens), tokens // 16 + 2, 16
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    layer = LayerCache(draw(pages, page, heads, 64), draw(pages, page, heads, 64))
+    slots = rng.permutation(np.arange(page, pages * page))[:tokens]
+    slots[-1] = 3
+    slots = jnp.asarray(slots, jnp.int32)
+    return layer, draw(tokens, heads, 64), draw(tokens, heads, 64), slots
+
+
+def _assert_written(out: LayerCache, problem: tuple) -> None:
+    layer, k, v, slots = problem
+    for pages, before, new in ((out.k, layer.k, k), (out.v, layer.v, v)):
+        expected = np.array(before).reshape(-1, *new.shape[1:])
+        expected[np.asarray(slots[:-1])] = np.asarray(new[:-1])
+        np.testing.assert_array_equal(np.asarray(pages).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("tokens", [5, 24])
+def test_write_interpreted_with_race_detection(tokens: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mosaic_write, "BATCHED_FROM", 24)
+    problem = _to_write(tokens, 2)
+    with _interpreter():
+        out = jax.jit(mosaic_write.write_mosaic)(*problem)
+    _assert_written(out, problem)
+
+
+def test_write_is_in_place_and_lowers_for_cuda_without_a_gpu():
+    problem = _to_write(256, 2)
+    with use_abstract_mesh(_H200):
+        traced = jax.jit(mosaic_write.write_mosaic, donate_argnums=0).trace(*problem)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+    assert text.count("tf.aliasing_output") == 2
+    assert "stablehlo.scatter" not in text
+
+
+def test_write_refuses_slots_that_are_no_whole_lines():
+    layer, k, v, slots = _to_write(4, 1)
+    narrow = jax.tree.map(lambda x: x[..., :32], (layer, k, v))
+    with pytest.raises(NotImplementedError, match="a slot has 64 bytes, not a multiple of 128"):
+        mosaic_write.write_mosaic(*narrow, slots)
 
 
 def _chunks(lowest: int, length: int, chunk: int) -> set[tuple[int, int, int]]:
@@ -206,7 +255,7 @@ def test_decode_tuning_is_validated(field: str, value: int):
         DecodeTuning(**{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("block", 96), ("stages", 1)])
+@pytest.mark.parametrize(("field", "value"), [("block", 96), ("key_stages", 0)])
 def test_prefill_tuning_is_validated(field: str, value: int):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         PrefillTuning(**{field: value})
@@ -230,6 +279,13 @@ def test_kernels_on_the_gpu(case: Case):
         problem = build(case, seed)
         out = _on_gpu(problem, "mosaic")
         assert error(out, oracle(problem)) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [300, 1024, 1030])
+def test_write_on_the_gpu(tokens: int):
+    problem = _to_write(tokens, 8)
+    _assert_written(jax.jit(mosaic_write.write_mosaic)(*problem), problem)
 
 
 @pytest.mark.gpu
