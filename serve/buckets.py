@@ -3,6 +3,9 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
+HALVED_FROM = 256
+"""Tokens from which a class lies between each power of 2 and the next."""
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
@@ -69,16 +72,27 @@ def make_buckets(
 ) -> Buckets:
     """Classes up to the engine's limits.
 
-    `fine` (GPU) doubles from class to class, so at most half of a step is padding; coarse (CPU,
-    where a bucket costs seconds of compile) quadruples.
+    `fine` (GPU) doubles up to HALVED_FROM; beyond, where a step's time grows with its tokens, one
+    class lies between each power of 2 and the next. Coarse (CPU, where a bucket costs seconds of
+    compile) quadruples.
     """
-    factor = 2 if fine else 4
+    classes = _fine if fine else _coarse
     return Buckets(
-        decode_rows=_classes(1, max_num_seqs, factor),
-        mixed_tokens=_classes(min(32, max_batch_tokens), max_batch_tokens, factor),
+        decode_rows=classes(1, max_num_seqs),
+        mixed_tokens=classes(min(32, max_batch_tokens), max_batch_tokens),
         pages=_classes(128, max_pages, 8),
         max_num_seqs=max_num_seqs,
     )
+
+
+def _fine(first: int, last: int) -> tuple[int, ...]:
+    sizes = _classes(first, last, 2)
+    between = (size * 3 // 2 for size in sizes if size >= HALVED_FROM)
+    return tuple(sorted({*sizes, *(size for size in between if size < last)}))
+
+
+def _coarse(first: int, last: int) -> tuple[int, ...]:
+    return _classes(first, last, 4)
 
 
 def _classes(first: int, last: int, factor: int) -> tuple[int, ...]:

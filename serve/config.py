@@ -44,7 +44,9 @@ class EngineConfig:
     kv_fraction: float = setting(
         0.9, "share of device memory for weights, KV and temporaries, (0, 1]"
     )
-    max_num_seqs: int | str = setting(AUTO, "rows that run at once; auto: 256 on GPU, 16 on CPU")
+    max_num_seqs: int | str = setting(
+        AUTO, "rows that run at once; auto: 256 (offline 1024) on GPU, 16 on CPU"
+    )
     max_batch_tokens: int | str = setting(
         AUTO, "tokens a step computes at most; auto: 8192 on GPU, 512 on CPU"
     )

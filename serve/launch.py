@@ -133,7 +133,7 @@ def assemble(
         model = _with_max_len(model, int(config.max_model_len))
     page_size = page_size_of(config, on_gpu=gpu)
     graph = Graph(family_of(model), model, config.attention, mesh, page_size)
-    limits = _limits(config, graph, gpu=gpu)
+    limits = _limits(config, graph, gpu=gpu, serving=serving)
     settings = _settings(config, limits, gpu=gpu)
     layout = model.cache_layout(limits.num_pages, page_size)
     store = _store(config, graph, {"limits": asdict(limits), "settings": repr(settings)})
@@ -253,7 +253,7 @@ def _require_attention(builder: ProgramBuilder) -> None:
             raise ValueError(f"attention={name}: {refusal}") from refusal
 
 
-def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:
+def _limits(config: EngineConfig, graph: Graph, *, gpu: bool, serving: bool) -> Limits:
     """Sizes that fit the device, with the largest program's temporaries measured on a GPU."""
     one_page = graph.config.cache_layout(1, graph.page_size).page_bytes // config.tensor_parallel
     weights = param_bytes(graph.family.abstract_params(graph.config)) // config.tensor_parallel
@@ -261,11 +261,11 @@ def _limits(config: EngineConfig, graph: Graph, *, gpu: bool) -> Limits:
     limit = devices.memory_limit() + (0 if gpu else weights)
     memory = Memory(limit, weights, 0, one_page)
     model_len = graph.config.max_position_embeddings
+    resolve = partial(resolve_limits, config, model_len, on_gpu=gpu, serving=serving)
     if not gpu:
-        return resolve_limits(config, model_len, memory, on_gpu=gpu)
-    draft = resolve_limits(config, model_len, memory, on_gpu=gpu)
-    temporaries = _measure_temporaries(config, graph, draft)
-    return resolve_limits(config, model_len, replace(memory, temporaries=temporaries), on_gpu=gpu)
+        return resolve(memory)
+    temporaries = _measure_temporaries(config, graph, resolve(memory))
+    return resolve(replace(memory, temporaries=temporaries))
 
 
 def _measure_temporaries(config: EngineConfig, graph: Graph, draft: Limits) -> int:

@@ -58,13 +58,16 @@ def page_size_of(config: EngineConfig, *, on_gpu: bool) -> int:
     return _resolved(config.page_size, 64 if on_gpu else 16)
 
 
-def resolve_limits(config: EngineConfig, model_len: int, memory: Memory, *, on_gpu: bool) -> Limits:
+def resolve_limits(
+    config: EngineConfig, model_len: int, memory: Memory, *, on_gpu: bool, serving: bool = True
+) -> Limits:
     """Sizes that fit, or ValueError with the arithmetic.
 
-    `model_len` is the longest context the model was made for.
+    `model_len` is the longest context the model was made for. Offline, where only the whole
+    matters, more rows run at once than in a server, where each would wait for the others.
     """
     page_size = page_size_of(config, on_gpu=on_gpu)
-    rows, tokens = _rows_and_tokens(config, on_gpu=on_gpu)
+    rows, tokens = _rows_and_tokens(config, on_gpu=on_gpu, serving=serving)
     wanted_len = _resolved(config.max_model_len, model_len)
     budget = int(memory.limit * config.kv_fraction) - memory.weights - memory.temporaries
     if config.num_pages == AUTO:
@@ -87,9 +90,10 @@ def resolve_limits(config: EngineConfig, model_len: int, memory: Memory, *, on_g
     return Limits(page_size, pages, wanted_len, rows, tokens)
 
 
-def _rows_and_tokens(config: EngineConfig, *, on_gpu: bool) -> tuple[int, int]:
+def _rows_and_tokens(config: EngineConfig, *, on_gpu: bool, serving: bool) -> tuple[int, int]:
     """Rows and tokens of a step. An `auto` one gives way, since each row decodes one token."""
-    rows = _resolved(config.max_num_seqs, 256 if on_gpu else 16)
+    on_gpu_rows = 256 if serving else 1024
+    rows = _resolved(config.max_num_seqs, on_gpu_rows if on_gpu else 16)
     tokens = _resolved(config.max_batch_tokens, 8192 if on_gpu else 512)
     if config.max_batch_tokens == AUTO:
         return rows, max(rows, tokens)

@@ -23,6 +23,18 @@ from octavo.serve.compile import Lowerable, ProgramKey
 
 SMALLEST_RESET = 256
 
+WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
+"""XLA options of a program that runs once a dispatch.
+
+As a CUDA graph it would be updated with the addresses of its new outputs before anything starts:
+3 ms of every prefill on an H200. Launched singly, its first kernels run while the host launches on.
+"""
+LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+"""XLA option for products of many rows: cuBLAS's are as fast, and need no search among kernels that
+have to be compiled first, which took a third of a prefill program's compile time."""
+
+LIBRARY_PRODUCTS_FROM = 128
+
 COMMON_FLAGS = (SamplingFlags(greedy_only=True), SamplingFlags(filters=True))
 """What plain greedy and plain random requests need; compiled at warm-up, multi-step included."""
 
@@ -65,6 +77,12 @@ def covering(flags: SamplingFlags) -> SamplingFlags:
         min_tokens=full,
         logprobs=logprobs,
     )
+
+
+def forward_options(bucket: Bucket) -> dict[str, Any]:
+    """XLA options of the forward program of `bucket`; a CPU's compiler passes them over."""
+    many = bucket.tokens >= LIBRARY_PRODUCTS_FROM and not bucket.is_decode
+    return WITHOUT_GRAPHS | (LIBRARY_PRODUCTS if many else {})
 
 
 @dataclass(frozen=True)
@@ -165,6 +183,7 @@ class ProgramBuilder:
             partial(step.forward_step, self.graph, key.bucket, layout),
             donate_argnums=(1,),
             out_shardings=(self.cache_shardings(), self.whole, self.whole),
+            compiler_options=forward_options(key.bucket),
         )
         return Lowerable(
             function, (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size))

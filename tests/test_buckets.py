@@ -55,6 +55,8 @@ def test_fine_classes_waste_at_most_half_of_a_step():
     buckets = make_buckets(256, 8192, 128, fine=True)
     for rows in range(1, 257):
         assert buckets.decode(rows, 1).rows < 2 * rows
+    for tokens in range(257, 8193):
+        assert buckets.mixed(tokens, 1, 1).tokens <= 1.5 * tokens
 
 
 def test_more_than_the_engine_takes_is_an_error():

@@ -15,13 +15,20 @@ def memory(limit=100 * GIB, weights=16 * GIB, temporaries=2 * GIB, page=8 * MIB)
     return Memory(limit, weights, temporaries, page)
 
 
-def limits(mem=None, model_len=8192, *, on_gpu=True, **fields):
-    return resolve_limits(EngineConfig(**fields), model_len, mem or memory(), on_gpu=on_gpu)
+def limits(mem=None, model_len=8192, *, on_gpu=True, serving=True, **fields):
+    config = EngineConfig(**fields)
+    return resolve_limits(config, model_len, mem or memory(), on_gpu=on_gpu, serving=serving)
 
 
 def test_auto_on_a_gpu_fills_the_memory():
     budget = int(100 * GIB * 0.9) - 18 * GIB
     assert limits() == Limits(64, budget // (8 * MIB), 8192, 256, 8192)
+
+
+def test_more_rows_run_at_once_offline():
+    assert limits(serving=False).max_num_seqs == 1024
+    assert limits(serving=False, max_num_seqs=8).max_num_seqs == 8
+    assert limits(serving=False, on_gpu=False).max_num_seqs == limits(on_gpu=False).max_num_seqs
 
 
 def test_auto_takes_no_more_pages_than_the_rows_could_use():
