@@ -42,8 +42,11 @@ test-blackbox: .venv/dev
 	$(BIN)/python tests/blackbox.py $(BLACKBOX)
 
 # On a machine with a GPU: PYTEST picks its own Python when there is no .venv.
+# Several processes share the GPU, for compiling is most of it.
+GPU_TESTS = tests/test_gpu.py tests/test_attention_mosaic.py
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 test-gpu:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pytest -m gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -m gpu -n $(or $(GPU_WORKERS),8) $(GPU_TESTS)
 
 # Beside transformers and llama.cpp, in an environment of their own; not part of CI.
 BENCH_PYTHON ?= python3.11

@@ -15,9 +15,7 @@ from typing import Any
 from octavo.bench.clock_engine import VOCAB, ClockConfig
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.bench.server_tree import ServerTree, started
-from octavo.serve.api import Parts
 from octavo.serve.config import ServerConfig
-from octavo.serve.server import run
 
 START_SECONDS = 60.0
 
@@ -38,6 +36,10 @@ def running(period: float = 0.0, api_processes: int = 1) -> Iterator[ServerTree]
 
 def main(order: dict[str, Any]) -> int:
     """Serve as `running` says."""
+    # Here, because other benches run where no server is installed.
+    from octavo.serve.api import Parts
+    from octavo.serve.server import run
+
     config: Any = ClockConfig(order["tokenizer"], order["period"])
     server = ServerConfig(
         port=order["port"], api_processes=order["api_processes"], log_level="warning"

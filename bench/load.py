@@ -1,7 +1,6 @@
 """Sends a workload to a server from several processes, so that the client is not the bottleneck."""
 
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import time
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 from octavo.bench.sse_client import Connection, Exchange
 from octavo.bench.workload import Asked
+from octavo.serve.event_loop import loop_factory
 from octavo.serve.flags import UsageError
 
 LEAD_SECONDS = 0.3
@@ -156,12 +156,7 @@ async def _until(moment: float) -> None:
 
 
 def _process(share: Share, pipe: Pipe) -> None:
-    loop_factory = None
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        loop_factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         pipe.send(runner.run(_send_share(share, pipe)))
     pipe.close()
 

@@ -29,7 +29,7 @@ from octavo.bench.clock_server import running
 from octavo.bench.growth import MIB_PER_1000, growth, watched
 from octavo.bench.report import Results, flag_values, percentile, rounded
 from octavo.bench.server_tree import ServerTree
-from octavo.serve.api import loop_factory
+from octavo.serve.event_loop import loop_factory
 from octavo.serve.flags import UsageError
 
 STAGES = ("throughput", "latency", "memory")

@@ -22,7 +22,7 @@ from octavo.bench.report import Results, flag_values, rounded
 from octavo.bench.server_tree import ServerTree, started
 from octavo.bench.soak_cases import Case, bad_cases, good_cases
 from octavo.bench.soak_client import Soak, answer_of
-from octavo.serve.api import loop_factory
+from octavo.serve.event_loop import loop_factory
 
 NAME = "soak"
 START_SECONDS, REST_SECONDS = 300.0, 30.0

@@ -47,15 +47,6 @@ def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
     return load_tokenizer(config.tokenizer or resolve_model(config.model))
 
 
-def loop_factory() -> type[asyncio.AbstractEventLoop]:
-    """uvloop's event loop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.SelectorEventLoop
-    return uvloop.Loop
-
-
 class QuietServer(uvicorn.Server):
     """uvicorn without its signal handlers: ours drain first."""
 

@@ -12,9 +12,10 @@ import socket
 import sys
 
 from octavo.serve import logs
-from octavo.serve.api import ApiServer, Parts, loop_factory
+from octavo.serve.api import ApiServer, Parts
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import EngineConfig, ServerConfig
+from octavo.serve.event_loop import loop_factory
 from octavo.serve.fleet import Fleet
 from octavo.serve.supervisor import CoreSupervisor
 from octavo.serve.tls import tls_options

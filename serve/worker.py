@@ -15,9 +15,10 @@ import msgspec
 import zmq
 
 from octavo.serve import logs
-from octavo.serve.api import ApiServer, Parts, loop_factory
+from octavo.serve.api import ApiServer, Parts
 from octavo.serve.config import ServerConfig
 from octavo.serve.core import follow_parent
+from octavo.serve.event_loop import loop_factory
 from octavo.serve.metrics import Recorder
 from octavo.serve.supervisor import connect
 from octavo.serve.wire import EngineNews

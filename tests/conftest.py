@@ -6,10 +6,15 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
 
+from octavo.serve.devices import configure_xla
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-LONGEST = {"test_smollm2_llm", "test_soak", "test_openai_client", "test_engine"}
+# As `octavo` itself does it, before jax meets its devices: on a GPU the loops run as users' do.
+configure_xla()
+
+LONGEST = {"test_gpu", "test_smollm2_llm", "test_soak", "test_openai_client", "test_engine"}
 
 
 def pytest_collection_modifyitems(items):

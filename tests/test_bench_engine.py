@@ -1,6 +1,7 @@
 """`octavo bench` on the engine: floors by hand, steady steps, a tiny model end to end, stages."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -100,6 +101,11 @@ def test_a_start_is_timed_stage_by_stage(tmp_path):
     assert ends == sorted(ends)
     assert ends[0] > 0
     assert line["start"] == "warm"
+
+
+def test_benches_of_the_engine_need_no_server_installed():
+    absent = "import sys; sys.modules.update(dict.fromkeys(('uvicorn', 'fastapi', 'zmq')));"
+    subprocess.run([sys.executable, "-c", f"{absent} import octavo.bench.commands"], check=True)
 
 
 @pytest.mark.parametrize(

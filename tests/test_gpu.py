@@ -35,6 +35,42 @@ def close_gap(logits, std):
     return int(close[0]) if len(close) else len(logits)
 
 
+def test_8b_shape_with_64_concurrent_requests():
+    """Random weights; every request ends with its tokens, and a second run gives the same ones."""
+    llm = LLM(
+        ROOT / "configs" / "shapes" / "llama3_8b",
+        load_format="dummy",
+        dtype="bfloat16",
+        max_num_seqs=64,
+        max_model_len=2048,
+        max_batch_tokens=2048,
+        prefix_caching=False,
+        artefact_dir="",
+    )
+    builder, programs = llm.engine.runner.builder, llm.engine.runner.programs
+    drawing = SamplingFlags(filters=True)
+    buckets = builder.settings.buckets.all()
+    mixed = [bucket for bucket in buckets if not bucket.is_decode]
+    keys = [ProgramKey("forward", bucket) for bucket in mixed]
+    keys += [builder.decode_key(bucket, drawing) for bucket in buckets if bucket.is_decode]
+    keys += [builder.sample_key(rows, drawing) for rows in {bucket.rows for bucket in mixed}]
+    programs.warm(keys, workers=16)
+    programs.seal()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1000, 100000, rng.integers(5, 600)).tolist() for _ in range(64)]
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=16 + i, ignore_eos=True)
+        for i in range(64)
+    ]
+    outputs = llm.generate(prompts, params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [16 + i for i in range(64)]
+    again = llm.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in again]
+    llm.engine.check()
+    assert llm.engine.stats().pages_used == 0
+    assert programs.stats.after_seal == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name, dtype):
@@ -48,7 +84,6 @@ def test_family(name, dtype):
         max_num_seqs=4,
         max_batch_tokens=64,
         max_model_len=128,
-        attention="xla",
         artefact_dir="",
     )
     prompts = [reference[f"prompt{i}_ids"].tolist() for i in range(3)]
@@ -95,38 +130,3 @@ def test_smollm2_text(dtype):
     expected = npz["ppl_logprobs"][: len(ids) - 1]
     tolerance = 1e-4 if dtype == "float32" else 1e-2
     assert np.exp(-logprobs.mean()) == pytest.approx(np.exp(-expected.mean()), rel=tolerance)
-
-
-def test_8b_shape_with_64_concurrent_requests():
-    """Random weights; every request ends with its tokens, and a second run gives the same ones."""
-    llm = LLM(
-        ROOT / "configs" / "shapes" / "llama3_8b",
-        load_format="dummy",
-        dtype="bfloat16",
-        max_num_seqs=64,
-        max_model_len=2048,
-        max_batch_tokens=2048,
-        prefix_caching=False,
-        artefact_dir="",
-    )
-    builder, programs = llm.engine.runner.builder, llm.engine.runner.programs
-    drawing = SamplingFlags(filters=True)
-    keys = [ProgramKey("forward", bucket) for bucket in builder.settings.buckets.all()]
-    decode = [key.bucket for key in keys if key.bucket.is_decode]
-    keys += [builder.decode_key(bucket, drawing) for bucket in decode]
-    keys += [builder.sample_key(bucket.rows, drawing) for bucket in decode]
-    programs.warm(keys, workers=16)
-    programs.seal()
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(1000, 100000, rng.integers(5, 600)).tolist() for _ in range(64)]
-    params = [
-        SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=16 + i, ignore_eos=True)
-        for i in range(64)
-    ]
-    outputs = llm.generate(prompts, params)
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [16 + i for i in range(64)]
-    again = llm.generate(prompts, params)
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in again]
-    llm.engine.check()
-    assert llm.engine.stats().pages_used == 0
-    assert programs.stats.after_seal == 0
