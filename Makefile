@@ -41,7 +41,7 @@ BLACKBOX ?= ../shared/blackbox
 test-blackbox: .venv/dev
 	$(BIN)/python tests/blackbox.py $(BLACKBOX)
 
-# On a machine with a GPU: PYTEST picks its own Python when there is no .venv.
+# On a machine with a GPU, with its own Python where there is no .venv.
 # Several processes share the GPU, for compiling is most of it.
 GPU_TESTS = tests/test_gpu.py tests/test_attention_mosaic.py
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

@@ -140,3 +140,11 @@ def test_files_and_functions_stay_short():
                 length = node.end_lineno - node.lineno + 1
                 most = 150 if path.parts[-2] == "attention" else 50
                 assert length <= most, f"{path}:{node.name} has {length} lines"
+
+
+def test_make_test_gpu_runs_every_module_with_gpu_tests():
+    tests = ROOT / "tests"
+    marked = {p.name for p in tests.glob("test_*.py") if "pytest.mark.gpu" in p.read_text()}
+    line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if "GPU_TESTS =" in x)
+    run = {Path(name).name for name in line.split("=")[1].split()}
+    assert run == marked - {Path(__file__).name}
