@@ -1,8 +1,10 @@
 """Which logical axis of a weight or cache lies on which mesh axis; one table for all families."""
 
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from octavo.cache.layout import CacheLayout, KVCache, LayerCache
@@ -53,6 +55,15 @@ def sharding_tree(specs: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, partition(spec.shape, spec.axes, mesh))
 
     return jax.tree.map(place, specs, is_leaf=is_spec)
+
+
+def device_bytes(specs: Any, mesh: Mesh) -> int:
+    """Bytes of the weights that each device holds: its part of those split, all of the others."""
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    shapes = [sharding_tree(spec, mesh).shard_shape(spec.shape) for spec in leaves]
+    return sum(
+        math.prod(shape) * jnp.dtype(spec.dtype).itemsize for shape, spec in zip(shapes, leaves)
+    )
 
 
 def cache_sharding(layout: CacheLayout, mesh: Mesh) -> KVCache:

@@ -21,7 +21,7 @@ from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.config import ModelConfig
 from octavo.model.families import family_of
 from octavo.model.params import param_bytes
-from octavo.model.sharding import host_mesh, make_mesh
+from octavo.model.sharding import device_bytes, host_mesh, make_mesh
 from octavo.sampling.pack import MAX_EOS_IDS
 from octavo.sampling.shown import shown
 from octavo.serve import devices
@@ -256,7 +256,8 @@ def _require_attention(builder: ProgramBuilder) -> None:
 def _limits(config: EngineConfig, graph: Graph, *, gpu: bool, serving: bool) -> Limits:
     """Sizes that fit the device, with the largest program's temporaries measured on a GPU."""
     one_page = graph.config.cache_layout(1, graph.page_size).page_bytes // config.tensor_parallel
-    weights = param_bytes(graph.family.abstract_params(graph.config)) // config.tensor_parallel
+    specs = graph.family.abstract_params(graph.config)
+    weights = device_bytes(specs, graph.mesh) if graph.mesh else param_bytes(specs)
     # On a CPU the limit is what is free now, with the weights already loaded.
     limit = devices.memory_limit() + (0 if gpu else weights)
     memory = Memory(limit, weights, 0, one_page)

@@ -17,7 +17,13 @@ from octavo.model.checkpoint.hf import HFSource
 from octavo.model.families import family_of
 from octavo.model.forward import forward
 from octavo.model.params import init_params, is_spec, param_bytes, shape_dtypes
-from octavo.model.sharding import cache_sharding, kv_replicas_for, make_mesh, sharding_tree
+from octavo.model.sharding import (
+    cache_sharding,
+    device_bytes,
+    kv_replicas_for,
+    make_mesh,
+    sharding_tree,
+)
 
 CHUNKS = (7, 5, 13, 1, 3)
 MAX_LEN = 96
@@ -103,6 +109,9 @@ def test_tensor_parallel_gives_the_same_tokens(name, size):
     config = config.with_kv_replicas(kv_replicas_for(config, size))
     shardings = sharding_tree(family_of(config).abstract_params(config), mesh)
     params = assemble(HFSource(FOLDER / name), config, shardings, progress=False)
+    held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)]
+    assert device_bytes(family_of(config).abstract_params(config), mesh) == sum(held)
+    assert sum(held) * size > sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     model = PagedModel(config, params, rows=3, max_len=MAX_LEN, page_size=16, mesh=mesh)
     continuations, logits = generate(model, prompts, width=32)
     for prompt, continuation, out in zip(prompts, continuations, logits):
