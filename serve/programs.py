@@ -209,13 +209,12 @@ class ProgramBuilder:
         assert key.bucket
         assert key.flags
         layout = packing.decode_layout(key.bucket)
-        state = self._state_abs if key.stateful else None
         function = jax.jit(
             partial(step.decode_loop, self.graph, key.bucket, key.size, key.flags, layout),
-            donate_argnums=(1, 2, 3),
-            out_shardings=(self.cache_shardings(), self.whole, self.whole, self.whole),
+            donate_argnums=(1, 2),
+            out_shardings=(self.cache_shardings(), self.whole, self.whole),
         )
-        args = (self._params_abs, self._cache_abs, self._last_abs, state, self._words(layout.size))
+        args = (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size))
         return Lowerable(function, args)
 
     def _reset(self, key: ProgramKey) -> Lowerable:

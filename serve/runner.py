@@ -172,11 +172,9 @@ class Runner:
         self._count(bucket, len(batch.rows), batch.num_steps)
         program = self.programs.get(self.builder.decode_key(bucket, flags))
         packed = packing.pack_decode(batch, bucket)
-        state = self.row_state if flags.needs_state else None
-        self.cache, self.last_tokens, state, report = program(
-            self.params, self.cache, self.last_tokens, state, self._put(packed)
+        self.cache, self.last_tokens, report = program(
+            self.params, self.cache, self.last_tokens, self._put(packed)
         )
-        self.row_state = state if flags.needs_state else self.row_state
         fetch(report)
         return InFlight(batch, flags, report)
 

@@ -162,13 +162,13 @@ def decode_loop(
     params: Params,
     cache: KVCache,
     last_tokens: Int32[Array, " slots"],
-    state: RowState | None,
     packed: Int32[Array, " n"],
-) -> tuple[KVCache, Int32[Array, " slots"], RowState | None, Int32[Array, "k S W"]]:
+) -> tuple[KVCache, Int32[Array, " slots"], Int32[Array, "k S W"]]:
     """Up to `max_steps` decode steps with stop tests on the device.
 
     A row runs num_steps[row] steps or until it draws a stop id; then it writes to the padding page
-    and its reports are -1. Returns reports i32[max_steps, S, W] (see `draw`).
+    and its reports are -1. No row needs per-slot sampling state: the scheduler gives one that does
+    single steps. Returns reports i32[max_steps, S, W] (see `draw`).
     """
     x = unpack(layout, packed)
     batch = SamplingBatch.from_matrix(x["sampling"])
@@ -176,32 +176,30 @@ def decode_loop(
     width = 2 + (2 + 2 * flags.logprobs if flags.logprobs >= 0 else 0)
 
     def body(carry: tuple) -> tuple:
-        i, cache, state, tokens, live, out = carry
+        i, cache, tokens, live, out = carry
         positions, meta = decode_meta(graph.page_size, x, i, live)
         hidden, cache = graph.family.forward(
             params, graph.config, tokens, positions, cache, meta, graph.attention, graph.mesh
         )
         logits = graph.family.unembed(params, graph.config, hidden)
         step_batch = replace(batch, position=batch.position + i, generated=batch.generated + i)
-        drawn, report = draw(logits, step_batch, state, flags)
-        if state is not None:
-            state = record(state, batch.slot, drawn, live)
+        drawn, report = draw(logits, step_batch, None, flags)
         out = out.at[i].set(jnp.where(live[:, None], report, -1))
         tokens = jnp.where(live, drawn, tokens)
         stopped = (drawn[:, None] == batch.stop_ids).any(axis=1)
         live = live & ~stopped & (i + 1 < x["num_steps"])
-        return i + 1, cache, state, tokens, live, out
+        return i + 1, cache, tokens, live, out
 
     def unfinished(carry: tuple) -> Array:
-        return (carry[0] < max_steps) & carry[4].any()
+        return (carry[0] < max_steps) & carry[3].any()
 
     tokens = resolve_tokens(x["tokens"], last_tokens)
     live = (x["live"] > 0) & (x["num_steps"] > 0)
     out = jnp.full((max_steps, rows, width), -1, jnp.int32)
-    init = (jnp.int32(0), cache, state, tokens, live, out)
-    _, cache, state, tokens, _, out = lax.while_loop(unfinished, body, init)
+    init = (jnp.int32(0), cache, tokens, live, out)
+    _, cache, tokens, _, out = lax.while_loop(unfinished, body, init)
     last_tokens = note_tokens(last_tokens, batch.slot, tokens, live)
-    return cache, last_tokens, state, out
+    return cache, last_tokens, out
 
 
 def decode_meta(
