@@ -196,8 +196,10 @@ def test_restarts_load_what_was_loaded_last():
 
 def test_every_api_process_knows():
     with running(admin_endpoints=True, api_processes=2) as server:
+        # The kernel spreads connections over both; one may be ready before the other.
+        server.wait(lambda: all(server.status() == "ready" for _ in range(12)))
         server.good(server.post("/reload_weights", {"path": "other"}))
         server.good(server.post("/pause"))
-        for _ in range(12):  # the kernel spreads connections over both
+        for _ in range(12):
             server.wait(lambda: server.status() == "paused")
             assert server.good(server.get("/version"))["weights_epoch"] == 1
