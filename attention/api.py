@@ -1,5 +1,6 @@
 """The one attention operation of the engine, its implementations, and the write beside it."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -93,10 +94,13 @@ def write(
     """The layer with each token's key and value in its slot; in place when the layer is donated.
 
     Values are cast to the cache's dtype. Padding tokens land in the padding page or nowhere.
-    Arguments and errors are those of `attend`; every implementation but "mosaic" scatters.
+    Arguments are those of `attend`. "auto" and "mosaic" use the kernel in prefill steps of
+    WRITE_KERNEL_FROM tokens and more, where it takes the device and sizes; all else scatters, to
+    the same bits.
     """
     k, v = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
-    run = partial(_write_with, impl=impl)
+    by_kernel = impl in ("auto", "mosaic") and meta.max_query_len > 1
+    run = partial(_write_with, by_kernel=by_kernel and k.shape[0] >= WRITE_KERNEL_FROM)
     if mesh is None or spec.mesh_axis is None:
         return run(layer, k, v, meta.slots)
     heads = PartitionSpec(None, spec.mesh_axis, None)
@@ -111,13 +115,12 @@ def write(
     return sharded(layer, k, v, meta.slots)
 
 
-def _write_with(layer: LayerCache, k: Array, v: Array, slots: Array, *, impl: str) -> LayerCache:
-    if impl in ("auto", "mosaic") and len(slots) >= WRITE_KERNEL_FROM:
-        try:
+def _write_with(
+    layer: LayerCache, k: Array, v: Array, slots: Array, *, by_kernel: bool
+) -> LayerCache:
+    if by_kernel:
+        with contextlib.suppress(NotImplementedError):
             return write_by_kernel(layer, k, v, slots)
-        except NotImplementedError:
-            if impl == "mosaic":
-                raise
     return LayerCache(_scatter(layer.k, k, slots), _scatter(layer.v, v, slots))
 
 

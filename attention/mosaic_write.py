@@ -28,6 +28,12 @@ BATCHED_FROM = 1024
 
 BATCH = 8
 
+STRIDE_BYTES = 16
+"""What strides in global memory are multiples of."""
+
+STAGED_BYTES = 192 * 1024
+"""Shared memory a block may take for the tokens that it stages."""
+
 MAX_BOX = 256
 """Longest side of a TMA copy."""
 
@@ -35,12 +41,20 @@ MAX_BOX = 256
 def write_refusal(layer: LayerCache) -> str | None:
     """Why the kernel can't write these pages; None if it can."""
     _, _, heads, head_dim = layer.k.shape
-    size = heads * head_dim * layer.k.dtype.itemsize
-    if size % TMA_BYTES:
-        return f"a slot has {size} bytes, not a multiple of {TMA_BYTES}"
+    if (layer.k.shape, layer.k.dtype) != (layer.v.shape, layer.v.dtype):
+        return f"keys {layer.k.shape} and values {layer.v.shape} differ"
+    size = _slot_bytes(layer.k)
+    if size % TMA_BYTES or head_dim * layer.k.dtype.itemsize % STRIDE_BYTES:
+        return f"a slot has {size} bytes, {heads} times {head_dim}: no whole lines of {TMA_BYTES}"
     if max(heads, head_dim) > MAX_BOX:
         return f"{heads} KV heads of {head_dim} exceed {MAX_BOX}"
+    if 2 * size * BATCH > STAGED_BYTES:
+        return f"{BATCH} slots of {2 * size} bytes exceed {STAGED_BYTES}"
     return None
+
+
+def _slot_bytes(pages: Array) -> int:
+    return pages.shape[2] * pages.shape[3] * pages.dtype.itemsize
 
 
 def write_mosaic(

@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from octavo.attention import mosaic_write
-from octavo.attention.api import attend
+from octavo.attention.api import attend, write
+from octavo.attention.contract import AttentionSpec
 from octavo.attention.mosaic_decode import (
     SMEM_BYTES,
     DecodeTuning,
@@ -173,11 +174,31 @@ def test_write_is_in_place_and_lowers_for_cuda_without_a_gpu():
     assert "stablehlo.scatter" not in text
 
 
-def test_write_refuses_slots_that_are_no_whole_lines():
-    layer, k, v, slots = _to_write(4, 1)
-    narrow = jax.tree.map(lambda x: x[..., :32], (layer, k, v))
-    with pytest.raises(NotImplementedError, match="a slot has 64 bytes, not a multiple of 128"):
-        mosaic_write.write_mosaic(*narrow, slots)
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "reason"),
+    [
+        (1, 32, "bfloat16", "a slot has 64 bytes"),
+        (32, 100, "bfloat16", "32 times 100: no whole lines"),
+        (32, 128, "float32", "8 slots of 32768 bytes exceed"),
+        (300, 64, "bfloat16", "300 KV heads of 64 exceed 256"),
+    ],
+)
+def test_write_refusals_name_their_reason(heads: int, dim: int, dtype: str, reason: str):
+    pages = jnp.zeros((2, 16, heads, dim), dtype)
+    new = jnp.zeros((4, heads, dim), dtype)
+    with pytest.raises(NotImplementedError, match=reason):
+        mosaic_write.write_mosaic(LayerCache(pages, pages), new, new, jnp.zeros(4, jnp.int32))
+
+
+def test_prefill_steps_write_by_the_kernel_and_decode_steps_scatter():
+    layer, k, v, slots = _to_write(256, 2)
+    meta = build(Case("meta", ((1, 64),), page=16, **_DECODE)).meta
+    for longest, kernels in ((256, 1), (1, 0)):
+        step = replace(meta, slots=slots, max_query_len=longest)
+        run = jax.jit(partial(write, spec=AttentionSpec(scale=1.0)))
+        with use_abstract_mesh(_H200):
+            text = run.trace(layer, k, v, step).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu_v2") == kernels
 
 
 def _chunks(lowest: int, length: int, chunk: int) -> set[tuple[int, int, int]]:
