@@ -56,6 +56,10 @@ MEMORY_REGISTERS = 40
 """Registers a thread of each role, by pairs; they add up to less than the 65,536 of a block."""
 
 SMEM_BYTES = 227 * 1024
+
+TMA_BYTES = 128
+"""Alignment of the shared-memory side of a copy."""
+
 BARRIER_BYTES = 2048
 
 

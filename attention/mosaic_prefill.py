@@ -32,6 +32,7 @@ from octavo.attention.mosaic_decode import (
     COMPUTE_REGISTERS,
     MEMORY_REGISTERS,
     SMEM_BYTES,
+    TMA_BYTES,
     Ref,
     base2,
     product,
@@ -41,8 +42,6 @@ from octavo.attention.splits import FLOOR, LOG2E
 from octavo.cache.layout import LayerCache
 
 WG_ROWS = 64
-TMA_BYTES = 128
-"""Alignment of the shared-memory side of a copy."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from octavo.attention.contract import PADDING_PAGE
+from octavo.attention.mosaic_decode import TMA_BYTES, Ref
 from octavo.cache.layout import LayerCache
-
-Ref = Any
-
-TMA_BYTES = 128
-"""Alignment of the shared-memory side of a copy."""
 
 BATCHED_FROM = 1024
 """Tokens from which a block takes several; below, each has a block and so the shortest way."""
@@ -43,7 +39,7 @@ def write_refusal(layer: LayerCache) -> str | None:
     _, _, heads, head_dim = layer.k.shape
     if (layer.k.shape, layer.k.dtype) != (layer.v.shape, layer.v.dtype):
         return f"keys {layer.k.shape} and values {layer.v.shape} differ"
-    size = _slot_bytes(layer.k)
+    size = heads * head_dim * layer.k.dtype.itemsize
     if size % TMA_BYTES or head_dim * layer.k.dtype.itemsize % STRIDE_BYTES:
         return f"a slot has {size} bytes, {heads} times {head_dim}: no whole lines of {TMA_BYTES}"
     if max(heads, head_dim) > MAX_BOX:
@@ -51,10 +47,6 @@ def write_refusal(layer: LayerCache) -> str | None:
     if 2 * size * BATCH > STAGED_BYTES:
         return f"{BATCH} slots of {2 * size} bytes exceed {STAGED_BYTES}"
     return None
-
-
-def _slot_bytes(pages: Array) -> int:
-    return pages.shape[2] * pages.shape[3] * pages.dtype.itemsize
 
 
 def write_mosaic(

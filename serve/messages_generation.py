@@ -12,9 +12,11 @@ from octavo.serve.answer_parser import (
     ReasoningDelta,
 )
 from octavo.serve.errors import ApiError
+from octavo.serve.generation import Choice
+from octavo.serve.output import Delta
 from octavo.serve.responses import event
 from octavo.serve.split_generation import SplitGeneration
-from octavo.serve.types import FINISH_LENGTH, TokenEvent
+from octavo.serve.types import FINISH_LENGTH
 
 
 class Blocks:
@@ -88,12 +90,8 @@ class MessagesGeneration(SplitGeneration):
         self.blocks = Blocks()
         return event("message_start", {"message": self._message(started=True)})
 
-    def _render(self, event: TokenEvent) -> bytes:
-        body = b""
-        for choice, delta in self._advance(event):
-            if self._answers[choice.index].finish_reason is None:
-                body += self.blocks.write(self.split(choice, delta))
-        return body
+    def _written(self, choice: Choice, delta: Delta) -> bytes:
+        return self.blocks.write(self.split(choice, delta))
 
     def _closing(self) -> bytes:
         reason, sequence = self._stop()

@@ -8,13 +8,14 @@ from octavo.serve.chat_formats import AnswerPlan
 from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
-from octavo.serve.generation import Wanted
+from octavo.serve.generation import Choice, Wanted
 from octavo.serve.metrics import Recorder
+from octavo.serve.output import Delta
 from octavo.serve.responses import Identity
 from octavo.serve.responses_output import EventWriter, OutputItems
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.timing import Visit
-from octavo.serve.types import FINISH_LENGTH, TokenEvent
+from octavo.serve.types import FINISH_LENGTH
 
 
 class ResponsesGeneration(SplitGeneration):
@@ -40,12 +41,8 @@ class ResponsesGeneration(SplitGeneration):
         begun = self._response("in_progress")
         return b"".join(self._writer.write(k, response=begun) for k in ("created", "in_progress"))
 
-    def _render(self, event: TokenEvent) -> bytes:
-        body = b""
-        for choice, delta in self._advance(event):
-            if self._answers[choice.index].finish_reason is None:
-                body += self._output.write(self.split(choice, delta))
-        return body
+    def _written(self, choice: Choice, delta: Delta) -> bytes:
+        return self._output.write(self.split(choice, delta))
 
     def _closing(self) -> bytes:
         status = self._status()

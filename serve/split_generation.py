@@ -95,13 +95,14 @@ class SplitGeneration(Generation):
     def _render(self, event: TokenEvent) -> bytes:
         body = b""
         for choice, delta in self._advance(event):
-            answer = self._answers[choice.index]
-            if answer.finish_reason is not None:
-                continue
-            if choice.index not in self._greeted:
-                body += self._greet(choice)
-            body += self._chunk(choice, delta, self.split(choice, delta))
+            if self._answers[choice.index].finish_reason is None:
+                body += self._written(choice, delta)
         return body
+
+    def _written(self, choice: Choice, delta: Delta) -> bytes:
+        """What a stream says of a delta of a sample that goes on."""
+        greeting = b"" if choice.index in self._greeted else self._greet(choice)
+        return greeting + self._chunk(choice, delta, self.split(choice, delta))
 
     def _chunk(self, choice: Choice, delta: Delta, events: list[AnswerEvent]) -> bytes:
         writer, reason = self._writers[choice.index], self._answers[choice.index].finish_reason

@@ -56,6 +56,7 @@ def test_8b_shape_with_64_concurrent_requests():
     keys += [builder.sample_key(rows, drawing) for rows in {bucket.rows for bucket in mixed}]
     programs.warm(keys, workers=16)
     programs.seal()
+    programs.seal()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1000, 100000, rng.integers(5, 600)).tolist() for _ in range(64)]
     params = [
