@@ -10,6 +10,8 @@ USAGE = """usage: octavo bench WHAT [--flags]
   decode      time of a decode step by rows
   prefill     time to the first token by prompt length
   throughput  tokens a second over a mix of requests, offline
+  trace       idle share of the device in steady decode, and its kernels by time
+  pace        what newcomers and running requests wait for one another
   serve       latency and throughput of any OpenAI server, from outside
   load        what the server costs when the engine costs nothing
   soak        mixed traffic on a real server: every answer checked, pages, memory
@@ -28,6 +30,8 @@ COMMANDS = {
     "decode": Command(engine.command("decode"), ENGINE, engine.define, engine.HELP),
     "prefill": Command(engine.command("prefill"), ENGINE, engine.define, engine.HELP),
     "throughput": Command(engine.command("throughput"), ENGINE, engine.define, engine.HELP),
+    "trace": Command(engine.command("trace"), ENGINE, engine.define, engine.HELP),
+    "pace": Command(engine.command("pace"), ENGINE, engine.define, engine.HELP),
     "serve": Command(serve.run, (), serve.define, serve.HELP),
     "load": Command(server_bench.run, (), server_bench.define, server_bench.HELP),
     "soak": Command(soak.run, (), soak.define, soak.HELP),

@@ -1,4 +1,4 @@
-"""`octavo bench decode | prefill | throughput | context`: the engine in this process.
+"""`octavo bench decode | prefill | throughput | trace | pace | context`: an engine in this process.
 
 Random weights unless --model and --load_format say otherwise; prompts are random ids, sampling is
 greedy, end-of-sequence is ignored, the prefix cache is off.
@@ -7,6 +7,8 @@ decode: B prompts of --prompt tokens, --generated from each; the time of a step 
 between dispatches while all B rows decode, over the steps of a dispatch.
 prefill: one request's time to its first token, median of --repeats.
 throughput: --workload, all submitted at once.
+trace: what the device does in steady decode, and how long nothing (bench/trace.py).
+pace: what running requests and newcomers wait for one another (bench/pace.py).
 context: one prompt of --tokens, then --generated decode steps on it, and the memory they took.
 """
 
@@ -25,7 +27,9 @@ from typing import Any
 from absl import flags
 
 from octavo.bench.floors import CEILINGS, Ceilings, ModelCost
+from octavo.bench.pace import pace
 from octavo.bench.report import Results, flag_values, percentile, rounded
+from octavo.bench.trace import trace
 from octavo.bench.workload import DEFAULT, load, random_prompts
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.configfile import LoadedConfig
@@ -45,13 +49,14 @@ COLUMNS = (
     *("what", "rows", "prompt", "ms", "p10_ms", "p99_ms", "floor_ms", "share"),
     *("prefill_s", "decode_ms", "peak_gb", "output_tok_s", "total_tok_s", "warm"),
 )
-HELP = """[MORE ...] [--flags]   MORE: others of decode, prefill, throughput on the same engine
+HELP = """[MORE ...] [--flags]   MORE: others of them on the same engine
 
-  --rows=1,8,32,64,128,256  decode: rows of a batch
+  --rows=1,8,32,64,128,256  decode, trace, pace: rows of a batch
   --prompt=1024 --generated=144
   --prompts=128,1024,8192   prefill: lengths of the prompt
   --repeats=5               prefill: timed requests; throughput: 3 timed runs by default
   --workload=FILE           throughput: lengths of prompts and outputs
+  --long=8192               pace: prompts that arrive beside running requests
   --tokens=1000000          context: length of the prompt
   --seed_prompts=0 --out=FILE --label=TEXT --date"""
 
@@ -66,6 +71,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list("prompts", ["128", "1024", "8192"], "prompt lengths", flag_values=values)
     number("repeats", None, "timed runs", lower_bound=1, flag_values=values)
     text("workload", str(DEFAULT), "lengths", flag_values=values)
+    number("long", 8192, "prompt of pace", lower_bound=1, flag_values=values)
     number("tokens", 1_000_000, "prompt of context", lower_bound=1, flag_values=values)
     number("seed_prompts", 0, "seed of the prompts", flag_values=values)
     text("out", "", "file to append to", flag_values=values)
@@ -114,7 +120,7 @@ class EngineBench:
         self.engine = self.llm.engine
         self.device: Ceilings | None = CEILINGS.get(devices.kinds()[0])
         self.cost = model_cost(self.engine)
-        self._serial = 0
+        self._serial = self._submitted = 0
         self._results = Results(
             self.flag["out"],
             self.flag["date"],
@@ -158,14 +164,21 @@ class EngineBench:
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[float, int]]:
         """Generate; (seconds, tokens) of each engine step, the moment before it all first."""
-        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         times = [(time.perf_counter(), 0)]
-        for number, prompt in enumerate(prompts):
-            self.engine.add(self._request(f"{self._serial}-{number}", tuple(prompt), params))
+        self.submit(prompts, max_tokens)
         while self.engine.has_work():
             tokens = sum(len(event.token_ids) for event in self.engine.step())
             times.append((time.perf_counter(), tokens))
         return times
+
+    def submit(self, prompts: list[list[int]], max_tokens: int) -> list[str]:
+        """Queue a greedy request for each prompt that generates max_tokens; their ids."""
+        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self._submitted += len(prompts)
+        ids = [f"{self._submitted}-{number}" for number in range(len(prompts))]
+        for request_id, prompt in zip(ids, prompts):
+            self.engine.add(self._request(request_id, tuple(prompt), params))
+        return ids
 
     # Measurements -------------------------------------------------------------------------------
 
@@ -275,10 +288,12 @@ class EngineBench:
         )
 
 
-MEASURES: dict[str, Callable[[EngineBench], None]] = {
+MEASURES: dict[str, Callable[[Any], None]] = {
     "decode": EngineBench.decode,
     "prefill": EngineBench.prefill,
     "throughput": EngineBench.throughput,
+    "trace": trace,
+    "pace": pace,
 }
 
 

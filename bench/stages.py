@@ -56,11 +56,12 @@ SERVER = (f"--model={SHAPE_8B}", *DUMMY, "--no-prefix_caching", "--max_model_len
 
 STAGES = (
     Stage("kernel", ("kernel",)),
-    Stage("decode", ("decode", "prefill", f"--model={SHAPE_8B}")),
+    Stage("decode", ("decode", "prefill", "trace", f"--model={SHAPE_8B}")),
+    Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20")),
     Stage("throughput", ("throughput", f"--model={SHAPE_8B}", "--max_num_seqs=1024")),
     Stage("serve", (*SERVED, "--rates=4,16,32", "--concurrency=256"), SERVER),
     Stage("crowds", (*SERVED, "--concurrency=1,8,32,64,128", "--rounds=16"), SERVER),
-    Stage("small", ("decode", "prefill", f"--model={SHAPE_1B}")),
+    Stage("small", ("decode", "prefill", "trace", f"--model={SHAPE_1B}")),
     Stage("small_mix", ("throughput", f"--model={SHAPE_1B}", "--max_num_seqs=1024")),
     Stage("startup", ("startup", f"--model={SHAPE_8B}", "--warmup=all")),
     Stage("context", ("context", f"--model={SHAPE_1B}", "--tokens=1000000")),

@@ -54,6 +54,8 @@ class Engine:
         timeline: how long its start took; None for one put together by hand.
         weights_epoch: counts the times that the weights were replaced.
         gate: who may go on: see Gate.
+        pace, budget: steps of a dispatch, and prompt tokens of a step; either may be replaced, or
+            given another limit, between steps.
 
     `decode_wait` bounds, in seconds, what multi-step decode adds to a newcomer's wait (DecodePace).
     `budget` is the one that the scheduler asks for prefill tokens; the engine lets it learn.
@@ -93,9 +95,9 @@ class Engine:
         self._seeds = np.random.default_rng(seed)
         self._in_flight: InFlight | None = None
         self._steps = StepClock()
-        self._budget = budget
+        self.budget = budget
         gap = budget.limit if budget else None
-        self._pace = DecodePace(decode_wait, scheduler.config.max_decode_steps, gap)
+        self.pace = DecodePace(decode_wait, scheduler.config.max_decode_steps, gap)
 
     def add(self, request: Request) -> None:
         """Queue a request. Resolves max_tokens, draws the seed, fills in end-of-sequence ids.
@@ -192,7 +194,7 @@ class Engine:
         events = self._admit_compiled()
         batch = None
         if self._gate != "shut":
-            batch = self.scheduler.schedule(self._clock(), self._pace.steps())
+            batch = self.scheduler.schedule(self._clock(), self.pace.steps())
         begun = self._begin(batch) if batch else None
         previous, self._in_flight = self._in_flight, None
         if previous:
@@ -231,9 +233,9 @@ class Engine:
         now = self._clock()
         seconds = self._steps.answered(ready.batch, now)
         if ready.batch.is_decode:
-            self._pace.note(seconds, ready.batch.num_steps)
-        elif self._budget:
-            self._budget.note(ready.batch.num_tokens, seconds)
+            self.pace.note(seconds, ready.batch.num_steps)
+        elif self.budget:
+            self.budget.note(ready.batch.num_tokens, seconds)
         self.grammars.advance(ready.batch, results)
         events = self.scheduler.commit(ready.batch, results, now)
         for event in events:

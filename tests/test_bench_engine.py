@@ -8,7 +8,7 @@ import pytest
 from family_data import FOLDER
 from tiny import ARTEFACTS, tiny_config
 
-from octavo.bench import engine, kernel, stages
+from octavo.bench import engine, kernel, pace, stages, trace
 from octavo.bench.floors import Ceilings, ModelCost
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.serve import cli
@@ -75,6 +75,49 @@ def test_a_tiny_engine_is_measured(tmp_path, capsys):
     assert lines[0]["model"] == GGUF.name
     assert lines[0]["settings"]["max_num_seqs"] == 2
     assert "output_tok_s" in capsys.readouterr().err
+
+
+def test_waiting_for_one_another_is_measured(tmp_path, capsys, monkeypatch):
+    for name, value in {"NEWCOMERS": 5, "NEWCOMER_EVERY": 0.01, "LONG_EVERY": 0.01}.items():
+        monkeypatch.setattr(pace, name, value)
+    out = tmp_path / "out.jsonl"
+    args = ["--load_format=auto", "--dtype=float32", "--rows=1", "--prompt=6", "--long=40", *SIZES]
+    command = ["bench", "pace", f"--model={GGUF}", f"--out={out}", *args]
+    assert cli.main([*command, "--max_step_ms=40"]) == 0
+    newcomers, limits = lines_of(out)[1:3], lines_of(out)[3:5]
+    assert [line["max_decode_steps"] for line in newcomers] == [1, 8]
+    assert newcomers[0]["added_ms"] == 0
+    assert all(line["ttft_ms_p50"] > 0 < line["step_ms"] for line in newcomers)
+    assert [line["max_step_ms"] for line in limits] == [40, None]
+    assert all(line["gap_ms_p99"] <= line["gap_ms_max"] for line in limits)
+    assert limits[0]["kept"] == (limits[0]["gap_ms_p99"] <= 44)
+    assert cli.main(command) == 1
+    assert "needs max_step_ms" in capsys.readouterr().err
+
+
+def test_a_trace_without_a_gpu_claims_nothing(tmp_path):
+    out = tmp_path / "out.jsonl"
+    args = [
+        "--load_format=auto",
+        "--dtype=float32",
+        "--rows=1",
+        "--prompt=6",
+        "--max_decode_steps=2",
+        *SIZES,
+    ]
+    assert cli.main(["bench", "trace", f"--model={GGUF}", f"--out={out}", *args]) == 0
+    line = lines_of(out)[1]
+    assert (line["what"], line["idle"], line["kernels"]) == ("trace", None, {})
+
+
+def test_idle_is_what_no_event_covers():
+    events = [(0, 10, "a"), (5, 8, "b"), (12, 20, "a"), (30, 40, "c")]
+    assert trace.window_ns(events) == 40
+    assert trace.busy_ns(events) == 28
+    found = trace.kernels(events, steps=2)
+    assert found["launches_a_step"] == 2.0
+    assert next(iter(found["kernels"].items())) == ("a", [0.01, 1.0])
+    assert trace.busy_ns([]) == trace.window_ns([]) == 0
 
 
 def test_one_long_prompt_on_random_weights(tmp_path):
