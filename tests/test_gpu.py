@@ -22,6 +22,9 @@ CLOSE = {"float32": 0.0, "bfloat16": 0.3}
 """Gap of the two best logits (in deviations of the logits) below which greedy tokens may part."""
 
 
+IMPLEMENTATIONS = ("mosaic", "xla")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def gpu():
     if jax.default_backend() != "gpu":
@@ -55,7 +58,6 @@ def test_8b_shape_with_64_concurrent_requests():
     keys += [builder.decode_key(bucket, drawing) for bucket in buckets if bucket.is_decode]
     keys += [builder.sample_key(rows, drawing) for rows in {bucket.rows for bucket in mixed}]
     programs.warm(keys, workers=16)
-    programs.seal()
     programs.seal()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1000, 100000, rng.integers(5, 600)).tolist() for _ in range(64)]
@@ -100,6 +102,63 @@ def test_family(name, dtype):
         else:
             assert np.sqrt((error**2).mean()) <= 0.06 * std
     llm.engine.check()
+
+
+def resized(name, head_dim, folder):
+    """A family's shape with heads of that width, for random weights; its folder."""
+    shape = json.loads((DATA / "families" / name / "config.json").read_text())
+    shape |= {"head_dim": head_dim, "num_attention_heads": 8, "num_key_value_heads": 2}
+    shape |= {"hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 1024}
+    if "query_pre_attn_scalar" in shape:
+        shape["query_pre_attn_scalar"] = head_dim
+    target = folder / name
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(shape))
+    return target
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_give_the_plain_paths_tokens(name, head_dim, tmp_path):
+    """Random weights, bfloat16: equal up to the first position whose two best logits are close.
+
+    Both paths round to the same type, so they are far closer than either is to float32.
+    """
+    model = resized(name, head_dim, tmp_path)
+    rng = np.random.default_rng(head_dim)
+    prompts = [
+        rng.integers(3, 300, size).tolist()
+        for size in (2, 16, 17, 63, 64, 65, 100, 130, 200, 257, 300, 330)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+    outputs, scores = {}, {}
+    for attention in IMPLEMENTATIONS:
+        llm = LLM(
+            model,
+            load_format="dummy",
+            dtype="bfloat16",
+            attention=attention,
+            page_size=16,
+            num_pages=129,
+            max_num_seqs=4,
+            max_batch_tokens=256,
+            max_model_len=512,
+            artefact_dir="",
+        )
+        outputs[attention] = llm.generate(prompts, params)
+        scores[attention] = llm.score(prompts[-1])
+        llm.engine.check()
+    ours, plain = scores.values()
+    std = plain.std()
+    assert np.sqrt(((ours - plain) ** 2).mean()) <= 0.03 * std
+    compared = 0
+    for ours, plain in zip(*outputs.values(), strict=True):
+        best = [step.top[:2] for step in plain.outputs[0].logprobs]
+        close = [i for i, (a, b) in enumerate(best) if (a[1] - b[1]) / std < 0.1]
+        until = close[0] if close else len(best)
+        assert ours.outputs[0].token_ids[:until] == plain.outputs[0].token_ids[:until]
+        compared += until
+    assert compared >= len(prompts)
 
 
 @pytest.mark.smollm2
