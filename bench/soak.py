@@ -2,7 +2,8 @@
 
 Each case is asked alone first. Then --requests requests drawn from the cases, --at_once at a time:
 streamed or whole, read or read slowly, some refused, some cut off by their client before or in the
-middle of the answer. Afterwards nothing may run or hold a page, and each case is asked alone again.
+middle of the answer. While memory grows too much over the last quarter, a quarter more is sent,
+three at most. Afterwards nothing may run or hold a page, and each case is asked alone again.
 """
 
 import asyncio
@@ -12,12 +13,12 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from absl import flags
 
-from octavo.bench.growth import MIB_PER_1000, growth, watched
+from octavo.bench.growth import MIB_PER_1000, watched
 from octavo.bench.report import Results, flag_values, rounded
 from octavo.bench.server_tree import ServerTree, started
 from octavo.bench.soak_cases import Case, bad_cases, good_cases
@@ -84,8 +85,11 @@ def soak(server: ServerTree, count: int, at_once: int, copies: int, seed: int) -
     expected = asyncio.run(_alone(server, [*good, *bad]), loop_factory=loop_factory())
     traffic = Soak(server.port, good, bad, expected)
     begun = time.monotonic()
-    work = traffic.run(count, at_once, seed)
-    sizes = asyncio.run(
+
+    def work(more: int) -> Coroutine[Any, Any, None]:
+        return traffic.run(more, at_once, seed)
+
+    grown = asyncio.run(
         watched(server, count, lambda: traffic.done, work), loop_factory=loop_factory()
     )
     seconds = time.monotonic() - begun
@@ -95,19 +99,18 @@ def soak(server: ServerTree, count: int, at_once: int, copies: int, seed: int) -
     faults += [
         f"{name}: different afterwards" for name in expected if expected[name] != again[name]
     ]
-    grown = growth(sizes, count)
-    whole = sum(traffic.tally.ends.values()) == count
+    whole = sum(traffic.tally.ends.values()) == traffic.done >= count
     return {
-        "requests": count,
+        "requests": traffic.done,
         "at_once": at_once,
         "cases": len(expected),
         "seconds": rounded(seconds, 1),
-        "req_s": rounded(count / seconds, 1),
+        "req_s": rounded(traffic.done / seconds, 1),
         "ends": dict(traffic.tally.ends),
         "faults": len(faults),
         "at_rest": at_rest,
         **grown,
-        "met": whole and not faults and at_rest and grown["mib_per_1000"] <= MIB_PER_1000,
+        "met": whole and not faults and at_rest and grown["mib_per_1000"][-1] <= MIB_PER_1000,
         "examples": faults[:FAULTS_SHOWN],
     }
 

@@ -84,9 +84,11 @@ async def _go_away(case: Case, port: int, rng: random.Random, *, half: bool) -> 
 
 
 class Soak:
-    """`count` requests, `at_once` at a time, drawn from one seed.
+    """Requests drawn from a seed; their answers are compared with `expected`, by case name.
 
-    Answers are compared with `expected`, by case name; the client notes progress in `done`.
+    Attributes:
+        tally: what became of them.
+        done: how many have been answered or given up.
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class Soak:
         self.done = 0
 
     async def run(self, count: int, at_once: int, seed: int) -> None:
-        """Send them all and wait for what was asked."""
-        todo = iter(range(count))
+        """Send `count` more, `at_once` at a time, and wait for what was asked."""
+        todo = iter(range(self.done, self.done + count))
 
         async def lane() -> None:
             for serial in todo:

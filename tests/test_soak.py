@@ -1,25 +1,30 @@
 """Mixed traffic with random aborts: nothing leaks, and the engine says afterwards what it said."""
 
+import ctypes
 import gc
+import itertools
 import os
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import numpy as np
+import pytest
 from mock_engine import ByteTokenizer
 from tiny import EOS, VOCAB, run, tiny_engine
 
+from octavo.bench.growth import FURTHER, MIB, MIB_PER_1000, slope, watch_on
 from octavo.sampling.params import SamplingParams
 from octavo.serve.output import OutputProcessor
 from octavo.serve.types import Request
 
-REQUESTS = 1000
-"""Requests of the run; the slope of memory is taken over the last quarter."""
+REQUESTS, PART = 1000, 25
+"""Requests of the run, and between two looks at memory."""
+
+WINDOW = REQUESTS // 4 // PART
+"""Looks over which growth is measured: those of the last quarter, then as many more."""
 
 LIVE = 9
-MIB_PER_1000 = 1.0
 REFERENCE = Request(
     "reference", tuple(range(30, 70)), SamplingParams(temperature=0.0, max_tokens=24)
 )
@@ -115,11 +120,41 @@ class Traffic:
             self.turn(limit)
 
 
+TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
 def resident():
-    """Resident bytes of this process."""
+    """Resident bytes of this process, less what is free and only not given back yet (glibc)."""
     gc.collect()
+    if TRIM is not None:
+        TRIM(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def look(traffic):
+    """(requests sent, resident bytes) after PART more requests, when nothing runs or is held."""
+    traffic.until(traffic.serial + PART)
+    traffic.engine.check()
+    stats = traffic.engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    return traffic.serial, resident()
+
+
+def windows(traffic, first):
+    """The looks of `first`, then of traffic that goes on; each begins where the last ended."""
+    looks = first
+    while True:
+        yield looks
+        looks = [looks[-1], *(look(traffic) for _ in range(WINDOW))]
+
+
+def slopes_of(windows):
+    """Growth over the windows that the rule wants to see, MiB per 1,000 requests."""
+    slopes = []
+    while watch_on(slopes):
+        slopes.append(slope(next(windows)))
+    return slopes
 
 
 def test_a_long_run_leaks_nothing():
@@ -130,14 +165,9 @@ def test_a_long_run_leaks_nothing():
         list(pool.map(engine.runner.programs.get, keys))
     expected, _ = run(engine, [REFERENCE])
     traffic = Traffic(engine, seed=1)
-    sizes = []
-    for part in range(1, 41):
-        traffic.until(REQUESTS * part // 40)
-        engine.check()
-        sizes.append(resident())
-        stats = engine.stats()
-        assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    sizes = [look(traffic) for _ in range(REQUESTS // PART)]
     assert sum(traffic.ends.values()) == REQUESTS
+    stats = engine.stats()
     kinds = {"stop", "length", "aborted", "refused"}
     assert set(traffic.ends) == kinds, traffic.ends
     assert min(traffic.ends.values()) > 20
@@ -145,7 +175,37 @@ def test_a_long_run_leaks_nothing():
     assert stats.cached_tokens > 1000
     assert not traffic.outputs._samples
     assert not engine.scheduler._states
-    last = np.array(sizes[30:], float) / (1 << 20)
-    slope = np.polyfit(np.arange(len(last)), last, 1)[0] / (REQUESTS / 40) * 1000
-    assert slope <= MIB_PER_1000, f"{slope:.2f} MiB per 1,000 requests"
+    slopes = slopes_of(windows(traffic, sizes[-WINDOW - 1 :]))
+    assert slopes[-1] <= MIB_PER_1000, slopes
     assert run(engine, [REFERENCE])[0] == expected
+
+
+# The judge can tell
+
+
+KIB = 1024
+STEPS = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+"""An allocator's step, in one window of looks."""
+
+
+def grown(per_request, steps=()):
+    """Windows of a process that keeps `per_request` bytes of each, with steps of 0.3 MiB."""
+    steps = iter(steps)
+    for start in itertools.count(0, WINDOW * PART):
+        done = range(start, start + WINDOW * PART + 1, PART)
+        more = next(steps, [0] * len(done))
+        yield [(n, 1e9 + n * per_request + 0.3 * MIB * step) for n, step in zip(done, more)]
+
+
+@pytest.mark.parametrize("per_request", [1.2 * KIB, 2 * KIB, 10 * KIB])
+def test_a_leak_goes_on_and_is_one(per_request):
+    slopes = slopes_of(grown(per_request))
+    assert slopes == pytest.approx([per_request * 1000 / MIB] * (1 + FURTHER))
+    assert slopes[-1] > MIB_PER_1000
+
+
+def test_a_step_of_the_allocator_ends_and_is_none():
+    slopes = slopes_of(grown(0, [STEPS]))
+    assert slopes[0] > MIB_PER_1000
+    assert slopes[1:] == [pytest.approx(0)]
+    assert len(slopes_of(grown(0.5 * KIB))) == 1
