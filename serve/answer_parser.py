@@ -19,9 +19,10 @@ from octavo.serve.answer_reader import Malformed, Reader, Waiting
 
 @dataclass(slots=True)
 class ContentDelta:
-    """Text of the answer proper."""
+    """Text of the answer proper; `start` is where the answer has it, in characters."""
 
     text: str
+    start: int = 0
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class AnswerParser:
         self._events: list[AnswerEvent] = []
         self._mode = _Mode.CONTENT
         self._emit: Callable[[str], None] = self._content
-        self._sent = 0
+        self._sent = self._dropped = 0
         self._at_seam = False
         self._task: Generator[None, None, None] = self._guarded()
         self.done = False
@@ -202,6 +203,7 @@ class AnswerParser:
         self._emit(reader.text[self._sent : reader.at])
         # Only here is nothing known by its position.
         reader.drop(self._sent)
+        self._dropped += self._sent
         self._sent = 0
 
     def _arguments(self, text: str) -> None:
@@ -211,7 +213,7 @@ class AnswerParser:
 
     def _content(self, text: str) -> None:
         if text := self._trimmed(text):
-            self._events.append(ContentDelta(text))
+            self._events.append(ContentDelta(text, self._dropped + self._sent - len(text)))
 
     def _reasoning(self, text: str) -> None:
         if text := self._trimmed(text):

@@ -19,6 +19,7 @@ class AnswerSplitter:
         self._think = think
         self._tools = tools
         self._keep_reasoning = keep_reasoning
+        self._start = self._passed = 0  # of the content, and how much of it has been passed on
 
     @property
     def done(self) -> bool:
@@ -42,12 +43,20 @@ class AnswerSplitter:
         events = self._think.push(text)
         if last:
             events += self._think.finish()
-        content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+        content = [event for event in events if isinstance(event, ContentDelta)]
+        if content and not self._passed:
+            self._start = content[0].start  # behind the reasoning it goes on without a gap
         kept = [event for event in events if isinstance(event, ReasoningDelta)]
-        return [*(kept if self._keep_reasoning else ()), *self._to_tools(content, last)]
+        found = self._to_tools("".join(event.text for event in content), last)
+        return [*(kept if self._keep_reasoning else ()), *found]
 
     def _to_tools(self, text: str, last: bool) -> list[AnswerEvent]:
+        at, self._passed = self._start + self._passed, self._passed + len(text)
         if self._tools is None:
-            return [ContentDelta(text)] if text else []
+            return [ContentDelta(text, at)] if text else []
         events = self._tools.push(text)
-        return events + self._tools.finish() if last else events
+        events += self._tools.finish() if last else []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                event.start += self._start
+        return events

@@ -10,7 +10,7 @@ from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
 from octavo.serve.generation import Choice, Wanted
 from octavo.serve.metrics import Recorder
-from octavo.serve.output import Delta
+from octavo.serve.output import Delta, TokenText
 from octavo.serve.responses import Identity
 from octavo.serve.responses_output import EventWriter, OutputItems
 from octavo.serve.split_generation import SplitGeneration
@@ -35,14 +35,22 @@ class ResponsesGeneration(SplitGeneration):
         super().__init__(client, recorder, table, identity, wanted, visit, plan)
         self._echoed = echoed
         self._writer = EventWriter()
-        self._output = OutputItems(self._writer)
+        self._output = OutputItems(self._writer, self._shown)
+
+    def _shown(self, tokens: list[TokenText]) -> list[dict[str, Any]]:
+        """What is said of tokens in the form of a chat's log-probabilities."""
+        return self._logprobs(self.choices[0], tokens, 0)["content"] if tokens else []
 
     def _opening(self) -> bytes:
         begun = self._response("in_progress")
         return b"".join(self._writer.write(k, response=begun) for k in ("created", "in_progress"))
 
     def _written(self, choice: Choice, delta: Delta) -> bytes:
-        return self._output.write(self.split(choice, delta))
+        return self._output.write(self.split(choice, delta), delta.tokens)
+
+    def _keep(self, choice: Choice, delta: Delta) -> None:
+        if self._answers[choice.index].finish_reason is None:
+            self._written(choice, delta)
 
     def _closing(self) -> bytes:
         status = self._status()
@@ -59,7 +67,6 @@ class ResponsesGeneration(SplitGeneration):
     def answer(self) -> bytes:
         """The whole response once `collect` is done."""
         status = self._status()
-        self._output.write(self._answers[0].events)
         self._output.close(status)
         return responses.to_json(self._response(status))
 

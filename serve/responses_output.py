@@ -1,6 +1,7 @@
 """Output items of /v1/responses: built from answer events, and told as a stream of events."""
 
 import uuid
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.serve import responses
@@ -11,6 +12,11 @@ from octavo.serve.answer_parser import (
     ContentDelta,
     ReasoningDelta,
 )
+from octavo.serve.output import TokenText
+from octavo.serve.responses_tokens import SpelledTokens
+
+type Shown = Callable[[list[TokenText]], list[dict[str, Any]]]
+"""Tokens to the objects that tell of their log-probabilities."""
 
 
 class EventWriter:
@@ -32,18 +38,26 @@ class OutputItems:
         items: as the response object lists them; the last one is not whole before `close`.
     """
 
-    def __init__(self, writer: EventWriter) -> None:
+    def __init__(self, writer: EventWriter, shown: Shown) -> None:
         self.items: list[dict[str, Any]] = []
         self._writer = writer
+        self._shown = shown
+        self._tokens = SpelledTokens()
         self._texts: list[str] | None = None
 
-    def write(self, events: list[AnswerEvent]) -> bytes:
-        """Take events; the bytes that tell a stream of them."""
+    def write(self, events: list[AnswerEvent], tokens: Iterable[TokenText] = ()) -> bytes:
+        """Take events; the bytes that tell a stream of them.
+
+        `tokens` are those whose text is settled now, where their log-probabilities are wanted: each
+        is told of with a delta of the message that it is a token of.
+        """
+        self._tokens.feed(tokens)
         out = b""
         for event in events:
             match event:
-                case ContentDelta(text):
-                    out += self._part_of("message") + self._delta(text)
+                case ContentDelta(text, start):
+                    out += self._part_of("message")
+                    out += self._delta(text, self._tokens.spell(text, start))
                 case ReasoningDelta(text):
                     out += self._part_of("reasoning") + self._delta(text)
                 case CallStart(_, id_, name):
@@ -57,10 +71,11 @@ class OutputItems:
         """End the item that is open; its text becomes part of it."""
         if self._texts is None:
             return b""
-        text, self._texts = "".join(self._texts), None
         item, place = self.items[-1], self._place()
+        late = self._tokens.late() if item["type"] == "message" else []
+        out = self._delta("", late) if late else b""
+        text, self._texts = "".join(self._texts), None
         item["status"] = status
-        out = b""
         if item["type"] == "function_call":
             item["arguments"] = text
             fields = {"name": item["name"], "arguments": text}
@@ -93,12 +108,16 @@ class OutputItems:
         self._texts = []
         return out + self._whole("added")
 
-    def _delta(self, text: str) -> bytes:
+    def _delta(self, text: str, tokens: list[TokenText] | None = None) -> bytes:
+        """More text of the open item; of a message with its tokens."""
         assert self._texts is not None
         self._texts.append(text)
-        kind = self.items[-1]["type"]
-        extra = {"logprobs": []} if kind == "message" else {}
-        return self._writer.write(f"{_TEXTS[kind]}.delta", **self._place(), delta=text, **extra)
+        item, extra = self.items[-1], {}
+        if tokens is not None:
+            extra["logprobs"] = self._shown(tokens)
+            item["content"][0]["logprobs"] += extra["logprobs"]
+        name = f"{_TEXTS[item['type']]}.delta"
+        return self._writer.write(name, **self._place(), delta=text, **extra)
 
     def _whole(self, what: str) -> bytes:
         index = len(self.items) - 1

@@ -15,7 +15,8 @@ from octavo.serve.responses_input import input_messages
 MAX_METADATA = 16
 
 _STATELESS = "no answer is kept on the server; send the whole conversation as input"
-_NO_LOGPROBS = "log-probabilities come with /v1/chat/completions"
+_LOGPROBS = "message.output_text.logprobs"
+_NEEDS = f'include: ["{_LOGPROBS}"]'
 
 
 class ResponsesStreamOptions(BaseModel):
@@ -49,6 +50,7 @@ class ResponsesBody(BaseModel):
     reasoning: Any = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    top_logprobs: int | None = None
     top_k: int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -71,7 +73,6 @@ class ResponsesBody(BaseModel):
         "max_tool_calls": ("it counts built-in tools, of which there are none", ()),
         "truncation": ("an input over the context is refused, never cut", ("disabled",)),
         "context_management": ("the input is taken as it is", ([],)),
-        "top_logprobs": (_NO_LOGPROBS, (0,)),
     }
 
 
@@ -107,6 +108,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_format(body.text),
         reasoning_effort=_effort(body.reasoning),
+        logprobs=_LOGPROBS in (body.include or ()),
+        top_logprobs=body.top_logprobs or None,
         **{name: getattr(body, name) for name in _SAME_NAME},
     )
 
@@ -126,6 +129,7 @@ def echoed(body: ResponsesBody) -> dict[str, Any]:
         "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
     }
 
@@ -139,9 +143,7 @@ def _check(body: ResponsesBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only accepted with stream=true", "stream_options")
     for asked in body.include or ():
-        if asked == "message.output_text.logprobs":
-            raise unsupported("include", f"{asked}: {_NO_LOGPROBS}")
-        if asked != "reasoning.encrypted_content":
+        if asked not in (_LOGPROBS, "reasoning.encrypted_content"):
             raise unsupported("include", f"there is no {shown(asked)} to include")
 
 
@@ -205,6 +207,7 @@ _RENAMED = tuple(
         (r"\bmax_tokens\b", "max_output_tokens"),
         (r"\bmessages\b", "input"),
         (r"\breasoning_effort\b", "reasoning.effort"),
+        (r"\blogprobs=true", _NEEDS),
         (r"(tools\[\d+\])\.function\b", r"\1"),
     )
 )

@@ -34,7 +34,13 @@ async def create_response(request: Request) -> Response:
         plan = plan or PLAIN
         if plan.grammar is not None:
             structured = Structured(plan.grammar, "tools")
-        wanted = Wanted(chat=True, shown=plan.shown, structured=structured, thinking=plan.thinking)
+        wanted = Wanted(
+            chat=True,
+            logprobs=chat.top_logprobs_asked,
+            shown=plan.shown,
+            structured=structured,
+            thinking=plan.thinking,
+        )
         identity = context.identity("resp_")
         visit = visit_of(request)
         parts = (context.client, context.recorder, context.table, identity, wanted, visit)

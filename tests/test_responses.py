@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_server import running
 
+from octavo.serve.answer_parser import ContentDelta
 from octavo.serve.answer_splitter import AnswerSplitter
 from octavo.serve.errors import ApiError
+from octavo.serve.output import TokenText
 from octavo.serve.reasoning import ThinkParser
 from octavo.serve.reasoning_effort import effort_variables
 from octavo.serve.responses_input import input_messages
@@ -79,11 +81,15 @@ def rebuilt(events):
             items[-1]["content"] = [dict(event["part"])]
         elif kind in ("output_text.delta", "reasoning_text.delta"):
             assert (event["item_id"], event["content_index"]) == (items[-1]["id"], 0)
-            items[-1]["content"][0]["text"] += event["delta"]
+            (part,) = items[-1]["content"]
+            part["text"] += event["delta"]
+            if kind == "output_text.delta":
+                part["logprobs"] = part["logprobs"] + event["logprobs"]
         elif kind == "function_call_arguments.delta":
             items[-1]["arguments"] += event["delta"]
         elif kind in ("output_text.done", "reasoning_text.done"):
             assert event["text"] == items[-1]["content"][0]["text"]
+            assert event.get("logprobs") == items[-1]["content"][0].get("logprobs")
         elif kind == "function_call_arguments.done":
             assert event["arguments"] == items[-1]["arguments"]
         elif kind == "content_part.done":
@@ -245,16 +251,20 @@ def test_any_cut_of_the_text_streams_the_same_items(pieces, cuts, opened):
     def splitter():
         return AnswerSplitter(ThinkParser(opened=opened), HermesParser({"f": {}}))
 
+    def spelled(tokens):
+        return [{"token": token.text} for token in tokens]
+
     text = "".join(pieces)
-    whole = OutputItems(EventWriter())
-    whole.write(splitter().push(text, last=True))
+    tokens = [TokenText(0, char, i, None) for i, char in enumerate(text)]
+    whole = OutputItems(EventWriter(), spelled)
+    whole.write(splitter().push(text, last=True), tokens)
     whole.close()
-    told = OutputItems(EventWriter())
+    told = OutputItems(EventWriter(), spelled)
     ends = [*sorted(cut for cut in cuts if cut < len(text)), len(text)]
     start, out, one = 0, b"", splitter()
     for end in ends:
         last = end == len(text)
-        out += told.write(one.push(text[start:end], last=last))
+        out += told.write(one.push(text[start:end], last=last), tokens[start:end])
         start = end
         if last:
             break
@@ -263,6 +273,67 @@ def test_any_cut_of_the_text_streams_the_same_items(pieces, cuts, opened):
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert rebuilt(events) == told.items
     assert shown({"output": told.items}) == shown({"output": whole.items})
+    for item in told.items:
+        if item["type"] == "message":
+            (part,) = item["content"]
+            assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+
+
+LOGPROBS = "message.output_text.logprobs"
+LATE = {"seed": len("user:"), "temperature": 1.0}
+THOUGHT = "<think>so</think> yes<|eos|>"
+SPELLED = [
+    ("hé<|eos|>", {}, [("user:h\0é", "user:hé")]),
+    ("hey<|eos|>", {"stop": ["eyx"]}, [("user:hey", "user:hey")]),
+    ("hey<|eos|>", {"stop": ["ey"]}, [("user:h", "user:h")]),
+    ("hey", {"max_output_tokens": 4, "stop": ["rx"]}, [("user", "user")]),
+    (f"x{CALL} y{CALL}<|eos|>", {"tools": [TOOL]}, [("user:x", "user:x"), ("y", "y")]),
+    (THOUGHT, LATE, [("yes", "yes")]),
+    ("<|eos|>", {"stop": "user"}, []),
+]
+"""Per message its tokens, \\0 for one without text, and its text."""
+
+
+@pytest.mark.parametrize(("text", "fields", "messages"), SPELLED)
+def test_log_probabilities_are_of_the_tokens_of_the_text(client, text, fields, messages):
+    fields = ask(text, **fields, include=[LOGPROBS], top_logprobs=2)
+    want = client.responses.create(**fields)
+    parts = [item.content[0] for item in want.output if item.type == "message"]
+    assert [part.text for part in parts] == [text for _, text in messages]
+    for part, (tokens, _) in zip(parts, messages):
+        assert [one.token or "\0" for one in part.logprobs] == list(tokens)
+        assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+    assert want.top_logprobs == 2
+    events, last = streamed(client, **fields)
+    assert shown(last) == shown(want)
+    items = rebuilt([event.model_dump() for event in events])
+    assert shown({"output": items}) == {"output": shown(want)["output"]}
+
+
+def test_a_token_that_a_stop_string_cuts_comes_with_an_empty_delta():
+    """Of a token "abc" a stop string "cd" leaves "ab", of which "a" has gone out before it."""
+    told = OutputItems(EventWriter(), lambda tokens: [{"token": token.text} for token in tokens])
+    out = told.write([ContentDelta("a", 0)])
+    out += told.write([ContentDelta("b", 1)])
+    out += told.write([], [TokenText(7, "ab", 0, None), TokenText(8, "", 2, None)])
+    out += told.close()
+    events = [json.loads(e.split(b"data: ")[1]) for e in out.split(b"\n\n") if e]
+    deltas = [(e["delta"], e["logprobs"]) for e in events if e["type"].endswith("text.delta")]
+    assert deltas == [("a", []), ("b", []), ("", [{"token": "ab"}])]
+    assert rebuilt(events) == told.items
+
+
+def test_log_probabilities_are_those_of_a_chat(srv, client):
+    asked = {"logprobs": True, "top_logprobs": 3, "max_tokens": 30}
+    chat = srv.good(srv.chat("hé<|eos|>", **asked))["choices"][0]["logprobs"]["content"]
+    fields = ask("hé<|eos|>", include=[LOGPROBS], top_logprobs=3)
+    with client.responses.stream(**fields) as stream:
+        (part,) = stream.until_done().get_final_response().output[0].content
+    assert [one.model_dump() for one in part.logprobs] == chat[:-1]
+    (bare,) = client.responses.create(**ask("q<|eos|>", include=[LOGPROBS])).output[0].content
+    assert [one.top_logprobs for one in bare.logprobs] == [[]] * len("user:q")
+    (none,) = client.responses.create(**ask("q<|eos|>", top_logprobs=0)).output[0].content
+    assert none.logprobs == []
 
 
 REFUSED = [
@@ -274,7 +345,9 @@ REFUSED = [
     ({"max_tool_calls": 1}, "max_tool_calls"),
     ({"truncation": "auto"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": -1, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"extra_body": {"top_logprobs": "2"}}, "top_logprobs"),
     ({"include": ["file_search_call.results"]}, "include"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
