@@ -1,7 +1,6 @@
 """A chat request's prompt, and how its answers are to be read."""
 
 from dataclasses import replace
-from typing import Any
 
 from octavo.serve.chat_formats import AnswerPlan, answer_plan
 from octavo.serve.context import ServerContext
@@ -9,7 +8,7 @@ from octavo.serve.errors import invalid, unsupported
 from octavo.serve.prompts import Prompt, chat_options, normalise_messages
 from octavo.serve.protocol import ChatBody
 from octavo.serve.reasoning import CLOSE, TAIL_TOKENS, ends_in_reasoning, thinking_bound
-from octavo.serve.reasoning_effort import effort_variables
+from octavo.serve.reasoning_effort import EffortControls, effort_controls
 from octavo.serve.structured import Structured
 from octavo.serve.tool_request import tool_use
 
@@ -24,7 +23,8 @@ async def plan_chat(
     """
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     special = bool(body.add_special_tokens)
-    options = chat_options(body, use, _effort(context, body))
+    effort = _effort(context, body)
+    options = chat_options(body, use, effort.variables)
     prompt = await context.encoder.chat(body.messages, options, special, body.weight)
     opened = context.formats.reasoning and _in_reasoning(context, body, prompt)
     plan = answer_plan(
@@ -41,29 +41,32 @@ async def plan_chat(
     if opened and ruled:
         closing = await context.encoder.text(f"\n{CLOSE}\n\n", False)
         prompt = Prompt((*prompt.ids, *closing.ids))
-    return prompt, _bounded(context, body, plan, opened=opened)
+    field, budget = "thinking_token_budget", body.thinking_token_budget
+    if effort.closed:
+        field, budget = "reasoning_effort", 0
+    return prompt, _bounded(context, plan, field, budget, opened=opened)
 
 
 def _bounded(
-    context: ServerContext, body: ChatBody, plan: AnswerPlan | None, *, opened: bool
+    context: ServerContext, plan: AnswerPlan | None, field: str, budget: int | None, *, opened: bool
 ) -> AnswerPlan | None:
-    """The plan with the bound of reasoning that the body asks for."""
-    if body.thinking_token_budget is None:
+    """The plan with the bound of reasoning that `field` of the request asks for."""
+    if budget is None:
         return plan
     if not context.formats.reasoning:
         reason = "this model's answers hold no reasoning; see the setting reasoning_parser"
-        raise unsupported("thinking_token_budget", reason)
+        raise unsupported(field, reason)
     tokenizer = context.encoder.need_tokenizer("messages")
-    bound = thinking_bound(tokenizer, body.thinking_token_budget, opened=opened)
+    bound = thinking_bound(tokenizer, budget, opened=opened, field=field)
     # Without a parser for it a grammar rules the answer, which holds no reasoning then.
     return replace(plan, thinking=bound) if plan is not None and plan.reasoning else plan
 
 
-def _effort(context: ServerContext, body: ChatBody) -> dict[str, Any]:
+def _effort(context: ServerContext, body: ChatBody) -> EffortControls:
     tokenizer = context.encoder.tokenizer
     own = tokenizer.chat_template if tokenizer is not None else None
     template = body.chat_template or own or ""
-    return effort_variables(body.reasoning_effort, template, reasons=context.formats.reasoning)
+    return effort_controls(body.reasoning_effort, template, reasons=context.formats.reasoning)
 
 
 def _in_reasoning(context: ServerContext, body: ChatBody, prompt: Prompt) -> bool:

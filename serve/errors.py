@@ -21,6 +21,11 @@ _ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 
+_ANTHROPIC_WORDS = {
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "thinking.type",
+}
+
 
 class ApiError(Exception):
     """A failure with an HTTP status and an OpenAI error object.
@@ -67,7 +72,9 @@ class ApiError(Exception):
     def anthropic_fields(self) -> dict[str, Any]:
         """The inside of Anthropic's error object."""
         other = "invalid_request_error" if self.status < 500 else "api_error"
-        message = self.message.replace("thinking_token_budget", "thinking.budget_tokens")
+        message = self.message
+        for name, theirs in _ANTHROPIC_WORDS.items():
+            message = message.replace(name, theirs)
         return {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": message}
 
     def body_for(self, path: str) -> bytes:

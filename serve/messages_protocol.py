@@ -9,6 +9,7 @@ from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid
 from octavo.serve.protocol import ChatBody, StopStrings
 from octavo.serve.reasoning import MAX_BUDGET
+from octavo.serve.reasoning_effort import SWITCH
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NOT_TEXT = "only text, thinking, tool_use and tool_result blocks are accepted"
@@ -46,6 +47,7 @@ def chat_body(body: MessagesBody) -> ChatBody:
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}]")
     choice, parallel = _choice(body.tool_choice)
+    kind, budget = _thinking(body.thinking)
     return ChatBody(
         messages=messages,
         max_tokens=body.max_tokens,
@@ -57,21 +59,23 @@ def chat_body(body: MessagesBody) -> ChatBody:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
-        thinking_token_budget=_budget(body.thinking),
+        reasoning_effort="none" if kind == "disabled" else None,
+        chat_template_kwargs={SWITCH: True} if kind == "enabled" else None,
+        thinking_token_budget=budget,
     )
 
 
-def _budget(thinking: Any) -> int | None:
-    """Tokens of reasoning that `thinking` allows; None leaves it to the model."""
+def _thinking(thinking: Any) -> tuple[str | None, int | None]:
+    """Kind of `thinking` and tokens of reasoning it allows; None leaves either to the model."""
     kind = _kind(thinking)
     if thinking is None or kind in ("adaptive", "disabled"):
-        return None
+        return kind, None
     if kind != "enabled":
         raise _wrong("thinking.type", f"must be enabled, adaptive or disabled, not {shown(kind)}")
     budget = thinking.get("budget_tokens")
     if type(budget) is not int or not 1 <= budget <= MAX_BUDGET:
         raise _wrong("thinking.budget_tokens", f"must be 1 .. {MAX_BUDGET}, not {shown(budget)}")
-    return budget
+    return kind, budget
 
 
 def _choice(choice: Any) -> tuple[Any, bool | None]:

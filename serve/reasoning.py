@@ -49,9 +49,11 @@ def ends_in_reasoning(prompt_end: str, prefill: str = "") -> bool:
     return (bool(opened[1]) and CLOSE not in opened[2]) or prompt_end.rstrip().endswith(OPEN)
 
 
-def thinking_bound(tokenizer: TextDecoder, budget: int, *, opened: bool) -> Thinking:
-    """The bound of a sample's reasoning; ApiError 400 where tags are not one token each."""
-    field = "thinking_token_budget"
+def thinking_bound(tokenizer: TextDecoder, budget: int, *, opened: bool, field: str) -> Thinking:
+    """The bound of a sample's reasoning; ApiError 400 where tags are not one token each.
+
+    `field` of the request asks for it.
+    """
     if not 0 <= budget <= MAX_BUDGET:
         raise invalid(f"{field} must be 0 .. {MAX_BUDGET}, not {shown(budget)}", field)
     open_, close = _one_token(tokenizer, OPEN), _one_token(tokenizer, CLOSE)

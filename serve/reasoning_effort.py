@@ -1,8 +1,11 @@
-"""How much to reason, in the words of the API, to variables of the model's chat template.
+"""How much to reason, in the words of the API, to what makes the model obey it.
 
-An effort that the template can't express is refused: nothing else would make the model obey it.
+That is a variable of the model's chat template, or for none at all a block that is closed as soon
+as it opens. Another effort that the template can't express is refused. OpenAI's `reasoning_effort`
+and `reasoning.effort` come here as they are, Anthropic's `thinking` of type `disabled` as `none`.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.sampling.shown import shown
@@ -12,25 +15,39 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 DEFAULT = "medium"
 """The API's own default, so whoever sends it asks for what the model does anyhow."""
 
+SWITCH = "enable_thinking"
+"""The variable with which templates (Qwen 3, GLM, SmolLM 3) turn reasoning off."""
 
-def effort_variables(effort: str | None, template: str, *, reasons: bool) -> dict[str, Any]:
-    """Template variables for `effort`; ApiError 400 for one that the template knows no words for.
+
+@dataclass(frozen=True, slots=True)
+class EffortControls:
+    """What an effort comes to.
+
+    Attributes:
+        variables: of the chat template.
+        closed: a block of reasoning must end as soon as it begins.
+    """
+
+    variables: dict[str, Any] = field(default_factory=dict)
+    closed: bool = False
+
+
+def effort_controls(effort: str | None, template: str, *, reasons: bool) -> EffortControls:
+    """The controls for `effort`; ApiError 400 for one that the template knows no words for.
 
     `template` is the chat template's source; `reasons`: the model's answers may hold reasoning.
     """
-    field = "reasoning_effort"
+    name = "reasoning_effort"
     if effort is None:
-        return {}
+        return EffortControls()
     if effort not in EFFORTS:
-        raise invalid(f"{field} must be one of {', '.join(EFFORTS)}, not {shown(effort)}", field)
-    if field in template:
-        return {field: effort}
+        raise invalid(f"{name} must be one of {', '.join(EFFORTS)}, not {shown(effort)}", name)
+    if name in template:
+        return EffortControls({name: effort})
     if effort == "none":
-        if not reasons:
-            return {}
-        if "enable_thinking" in template:
-            return {"enable_thinking": False}
-        raise unsupported(field, "this model's chat template can't leave reasoning out")
+        if SWITCH in template:
+            return EffortControls({SWITCH: False})
+        return EffortControls(closed=reasons)
     if effort == DEFAULT:
-        return {}
-    raise unsupported(field, f"this model's chat template knows no degrees, not {shown(effort)}")
+        return EffortControls()
+    raise unsupported(name, f"this model's chat template knows no degrees, not {shown(effort)}")

@@ -90,6 +90,16 @@ class TaggedTokenizer(ByteTokenizer):
     special_ids = frozenset(specials.values())
 
 
+class SwitchedTokenizer(TaggedTokenizer):
+    """One whose template turns reasoning off or on: by a token, or by two."""
+
+    chat_template = "enable_thinking"
+
+    def render_chat(self, messages, /, *, enable_thinking=None, **options):
+        end = {None: "", False: "</think>", True: "on"}[enable_thinking]
+        return super().render_chat(messages, **options) + end
+
+
 @dataclass
 class MockConfig:
     """Settings; pickled to the core process."""
@@ -120,6 +130,10 @@ def tokenizer(config):
 
 def tagged_tokenizer(config):
     return TaggedTokenizer()
+
+
+def switched_tokenizer(config):
+    return SwitchedTokenizer()
 
 
 def make(config):

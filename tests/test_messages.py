@@ -145,6 +145,7 @@ def test_thinking_comes_first(client):
         ({"thinking": {"type": "always"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "disabled"}}, "thinking.type"),  # its tags are several tokens each
         ({"extra_body": {"some_future_field": 1}}, "unknown field"),
     ],
 )
@@ -160,7 +161,7 @@ def test_what_asks_for_nothing_is_taken(client):
     neutral = {
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
-        "thinking": {"type": "disabled"},
+        "thinking": {"type": "adaptive"},
         "metadata": {"user_id": "me"},
     }
     message = client.messages.create(**ask("hey<|eos|>", **neutral))

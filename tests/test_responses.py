@@ -13,7 +13,7 @@ from octavo.serve.answer_splitter import AnswerSplitter
 from octavo.serve.errors import ApiError
 from octavo.serve.output import TokenText
 from octavo.serve.reasoning import ThinkParser
-from octavo.serve.reasoning_effort import effort_variables
+from octavo.serve.reasoning_effort import effort_controls
 from octavo.serve.responses_input import input_messages
 from octavo.serve.responses_output import EventWriter, OutputItems
 from octavo.serve.tool_formats import HermesParser
@@ -419,11 +419,15 @@ def test_failures(client):
 
 def test_effort_is_what_the_template_can_say():
     def variables(effort, template="", reasons=True):
-        return effort_variables(effort, template, reasons=reasons)
+        controls = effort_controls(effort, template, reasons=reasons)
+        assert controls.closed == (effort == "none" and not template and reasons)
+        return controls.variables
 
     assert variables("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
     assert variables("none", "{{ enable_thinking }}") == {"enable_thinking": False}
-    assert variables("none", reasons=False) == variables("medium") == variables(None) == {}
-    for effort, template in (("low", "{{ enable_thinking }}"), ("none", ""), ("most", "")):
+    assert variables("none", "{{ enable_thinking }}", False) == {"enable_thinking": False}
+    assert variables("none") == variables("none", reasons=False) == {}
+    assert variables("medium") == variables(None) == {}
+    for effort, template in (("low", "{{ enable_thinking }}"), ("most", "")):
         with pytest.raises(ApiError, match="reasoning_effort"):
             variables(effort, template)

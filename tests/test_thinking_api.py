@@ -84,6 +84,64 @@ def test_anthropics_thinking_has_a_budget(srv):
     assert (message.content[0].thinking, message.content[1].text) == ("us", "r:so")
 
 
+OFF = {
+    "/v1/chat/completions": {"reasoning_effort": "none"},
+    "/v1/responses": {"reasoning": {"effort": "none"}},
+    "/v1/messages": {"thinking": {"type": "disabled"}},
+}
+ON = {"/v1/messages": {"thinking": {"type": "enabled", "budget_tokens": 9}}}
+
+
+def asked(server, path, fields):
+    """An answer to "hi<|eos|>" through any of the three endpoints."""
+    said = [{"role": "user", "content": "hi<|eos|>"}]
+    body = {"input": said, "max_output_tokens": 60} if "responses" in path else None
+    return server.post(path, (body or {"messages": said, "max_tokens": 60}) | fields)
+
+
+def test_none_and_disabled_are_the_templates_switch():
+    fields = {"engine": {"generation": {"temperature": 0}}, "reasoning_parser": "think"}
+    with running(tokenizer="mock_engine:switched_tokenizer", **fields) as server:
+
+        def length(path, fields):
+            usage = server.good(asked(server, path, fields))["usage"]
+            names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
+            return sum(usage.get(name, 0) for name in names)
+
+        for path, off in OFF.items():
+            assert length(path, off) == length(path, {}) + 1
+        for path, on in ON.items():
+            assert length(path, on) == length(path, {}) + 2
+        body = {"messages": PREFILLED[:1], **OFF["/v1/messages"]}
+        counted = server.good(server.post("/v1/messages/count_tokens", body))["input_tokens"]
+        assert counted == length("/v1/messages", OFF["/v1/messages"])
+
+
+def test_without_a_switch_they_close_the_block_as_it_opens(srv):
+    """The mock draws the tag in place of its first token."""
+    chat = {"messages": PREFILLED, "continue_final_message": True, "max_tokens": 60}
+    whole = srv.good(srv.post("/v1/chat/completions", chat | OFF["/v1/chat/completions"]))
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (None, "ser:so")
+    body = {"messages": PREFILLED, "max_tokens": 60}
+    (block,) = srv.good(srv.post("/v1/messages", body | OFF["/v1/messages"]))["content"]
+    assert block == {"type": "text", "text": "ser:so"}
+    body = {"input": TEXT, "max_output_tokens": 60, "temperature": 1.0, "seed": LATE["seed"]}
+    (item,) = srv.good(srv.post("/v1/responses", body | OFF["/v1/responses"]))["output"]
+    assert item["content"][0]["text"] == "bcdef</think>yes"
+
+
+def test_a_model_that_does_not_reason_has_nothing_to_turn_off():
+    with running(engine={"generation": {"temperature": 0}}, reasoning_parser="none") as server:
+        for path, off in OFF.items():
+            assert asked(server, path, off)[0] == 200
+        for path, on in ON.items():
+            status, _, body = asked(server, path, on)
+            assert status == 400
+            assert body["error"]["message"].startswith("thinking.budget_tokens is not supported")
+        assert "reasoning_parser" in refused(server, 5)
+
+
 def refused(server, budget):
     status, _, body = server.chat("hi", thinking_token_budget=budget)
     assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
@@ -96,5 +154,3 @@ def test_refusals(srv):
     assert srv.complete("hi", thinking_token_budget=5)[0] == 400
     with running(reasoning_parser="think") as server:
         assert "one token each" in refused(server, 5)
-    with running(reasoning_parser="none") as server:
-        assert "reasoning_parser" in refused(server, 5)
