@@ -64,6 +64,7 @@ STAGES = (
     Stage("small", ("decode", "prefill", "trace", f"--model={SHAPE_1B}")),
     Stage("small_mix", ("throughput", f"--model={SHAPE_1B}", "--max_num_seqs=1024")),
     Stage("startup", ("startup", f"--model={SHAPE_8B}", "--warmup=all")),
+    Stage("builds", ("startup", f"--model={SHAPE_8B}", "--warmup=all", "--starts=cold,cold")),
     Stage("context", ("context", f"--model={SHAPE_1B}", "--tokens=1000000")),
 )
 

@@ -1,7 +1,9 @@
 """`octavo bench startup`: from process start to the first token, with nothing compiled and again.
 
 Each start is a process of its own. `cold` begins with an empty artefact folder; `warm` finds what
-the cold one left. A timeline line gives the seconds at which each stage had ended:
+the cold one before it left. Of two cold ones the kernels are compared: `same` says that no program
+of the second differs from the first's. A timeline line gives the seconds at which each stage had
+ended:
 
 import    Python and the engine's modules
 device    jax has met its devices
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,7 +37,7 @@ STAGES = ("import", "device", "weights", "sizes", "programs", "first")
 HELP = """[--flags]
 
   --prompt=128            tokens of the first prompt
-  --starts=cold,warm      in this order
+  --starts=cold,warm      in this order; of two cold ones the kernels are compared
   --limit=540             seconds a start may take
   --out=FILE --label=TEXT --date"""
 
@@ -64,12 +67,16 @@ def run(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
         model=os.path.basename(engine.model),
         warmup=engine.warmup,
     )
-    with tempfile.TemporaryDirectory() as empty:
-        if "cold" in starts:
-            engine = replace(engine, artefact_dir=empty)
+    folders: list[str] = []
+    with ExitStack() as stack:
         for kind in starts:
+            if kind == "cold":
+                folders.append(stack.enter_context(tempfile.TemporaryDirectory()))
+                engine = replace(engine, artefact_dir=folders[-1])
             timeline = start_once(engine, flag["prompt"], flag["limit"])
             results.say(what="startup", start=kind, **timeline)
+        for other in folders[1:]:
+            results.say(what="builds", **compared(folders[0], other, flag["limit"]))
     results.table(("start", *(f"{name}_s" for name in STAGES), "compiled", "loaded"))
     return 0
 
@@ -85,6 +92,14 @@ def start_once(config: EngineConfig, prompt: int, limit: int) -> dict[str, Any]:
     if done.returncode:
         raise ValueError(f"the engine did not start: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def compared(one: str, other: str, limit: int) -> dict[str, Any]:
+    """Whether two artefact folders hold the same kernels, and the differences."""
+    words = ["build", f"--artefact_dir={one}", f"--same_as={other}"]
+    command = [sys.executable, "-m", "octavo.serve.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    return {"same": done.returncode == 0, "report": (done.stdout or done.stderr)[-2000:]}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from octavo.serve.inventory import (
     table,
     verify,
 )
+from octavo.serve.same_kernels import differences
 
 NOWHERE = "artefact_dir is empty: there is no folder to keep programs in"
 
@@ -65,6 +66,30 @@ def check(config: EngineConfig) -> tuple[list[str], bool]:
     return lines, well
 
 
+def compare(config: EngineConfig, other: str) -> tuple[list[str], bool]:
+    """Lines of `octavo build --same_as`, and whether both folders hold the same kernels.
+
+    Artefacts that this installation can use are paired by name: built for the same model, settings
+    and machine. ValueError if none can be.
+    """
+    environment = _environment()
+    here, there = (
+        {one.folder.name: one for one in artefacts(root) if _usable(one, environment)}
+        for root in (_root(config), Path(other))
+    )
+    shared = sorted(here.keys() & there.keys())
+    if not shared:
+        raise ValueError(f"{_root(config)} and {other} have no artefact in common")
+    lines, same = [], True
+    for name in shared:
+        found = differences(_programs(here[name]), _programs(there[name]))
+        same &= not found
+        count = len(here[name].programs)
+        lines.append(f"{name}  {len(found)} of {count} programs differ")
+        lines += [f"  {program}: {reason}" for program, reason in found.items()]
+    return lines, same
+
+
 def remove(config: EngineConfig, keep: int | None) -> list[str]:
     """Lines of `octavo build --prune`: what was removed, what could not be, and the bytes."""
     lines, freed = [], 0
@@ -98,16 +123,29 @@ def _counted(one: Artefact) -> str:
 
 def _load_all(one: Artefact) -> list[str]:
     """Why programs of a usable artefact don't load; empty if all do."""
-    from octavo.serve.compile import read_program
-
     failures = []
     for name in one.programs:
         try:
-            payload = read_payload(one.folder / f"{name}{SUFFIX}")
-            read_program(payload, _devices(str(one.depends_on.get("mesh", ""))))
+            _load(one, name)
         except Exception as error:  # whatever a damaged executable raises
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return failures
+
+
+def _usable(one: Artefact, environment: dict[str, Any]) -> bool:
+    return bool(one.programs) and one.state(environment)[0] == USABLE
+
+
+def _programs(one: Artefact) -> dict[str, Any]:
+    """Every program of a usable artefact by name."""
+    return {name: _load(one, name) for name in one.programs}
+
+
+def _load(one: Artefact, name: str) -> Any:
+    from octavo.serve.compile import read_program
+
+    payload = read_payload(one.folder / f"{name}{SUFFIX}")
+    return read_program(payload, _devices(str(one.depends_on.get("mesh", ""))))
 
 
 def _devices(mesh: str) -> Sequence[Any]:

@@ -192,39 +192,44 @@ def build(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> in
     """Compile an engine's programs into its artefact, or look after the artefacts there are."""
     from octavo.serve import build as builder
 
-    wanted = [name for name in ("list", "verify", "prune") if values[name].value]
+    wanted = [name for name in ("list", "verify", "prune", "same_as") if values[name].value]
     keep = values["keep"].value
     if rest or len(wanted) > 1 or (keep is not None and wanted != ["prune"]):
-        raise UsageError("build takes one of --list, --verify, --prune; --keep goes with --prune")
+        raise UsageError(
+            "build takes one of --list, --verify, --prune, --same_as; --keep goes with --prune"
+        )
+    well = True
     if wanted == ["verify"]:
         lines, well = builder.check(config.engine)
-        print("\n".join(lines))
-        return 0 if well else 1
-    if wanted == ["list"]:
+    elif wanted == ["same_as"]:
+        lines, well = builder.compare(config.engine, values["same_as"].value)
+    elif wanted == ["list"]:
         lines = builder.show(config.engine)
     elif wanted == ["prune"]:
         lines = builder.remove(config.engine, keep)
     else:
         lines = [builder.build(config.engine)]
     print("\n".join(lines))
-    return 0
+    return 0 if well else 1
 
 
 def _define_build(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("list", False, "show the artefacts", flag_values=values)
     flags.DEFINE_bool("verify", False, "check them", flag_values=values)
     flags.DEFINE_bool("prune", False, "remove useless ones", flag_values=values)
+    flags.DEFINE_string("same_as", "", "folder to compare with", flag_values=values)
     flags.DEFINE_integer("keep", None, "newest to keep", lower_bound=0, flag_values=values)
 
 
-BUILD_HELP = """[--list | --verify | --prune [--keep=N]] [--flags]
+BUILD_HELP = """[--list | --verify | --prune [--keep=N] | --same_as=DIR] [--flags]
 
 Compiles every program that serving with the same flags can need, so that no start waits for them.
 
   --list      the artefacts in artefact_dir: model, device, programs, size, age
   --verify    digests checked, programs loaded: which are stale, foreign, corrupt, and why
   --prune     remove those that this installation can't use
-  --keep      with --prune: remove all but the newest so many, too"""
+  --keep      with --prune: remove all but the newest so many, too
+  --same_as   whether another artefact_dir's programs consist of the same kernels"""
 
 
 def env(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:

@@ -146,6 +146,16 @@ def test_a_start_is_timed_stage_by_stage(tmp_path):
     assert line["start"] == "warm"
 
 
+def test_two_builds_from_nothing_have_the_same_kernels(tmp_path):
+    out = tmp_path / "out.jsonl"
+    args = [f"--model={GGUF}", "--load_format=auto", "--dtype=float32", "--prompt=4", *SIZES]
+    assert cli.main(["bench", "startup", "--starts=cold,cold", f"--out={out}", *args]) == 0
+    first, second, builds = lines_of(out)
+    assert first["compiled"] == second["compiled"] > 0
+    assert (builds["what"], builds["same"]) == ("builds", True)
+    assert "0 of" in builds["report"]
+
+
 def test_benches_of_the_engine_need_no_server_installed():
     absent = "import sys; sys.modules.update(dict.fromkeys(('uvicorn', 'fastapi', 'zmq')));"
     subprocess.run([sys.executable, "-c", f"{absent} import octavo.bench.commands"], check=True)

@@ -11,6 +11,7 @@ from octavo.serve import cli, inventory
 from octavo.serve.artefact import ArtefactStore
 from octavo.serve.inventory import artefacts, in_use, prune, verify
 from octavo.serve.programs import ProgramBuilder
+from octavo.serve.same_kernels import differences
 from octavo.serve.timeline import Timeline
 
 GGUF = FOLDER.parent / "gguf" / "tiny-llama-q8_0.gguf"
@@ -211,6 +212,7 @@ def test_build_compiles_once_and_its_artefacts_are_looked_after(octavo, tmp_path
     assert "jax_enable_x64" in manifest["depends_on"]["jax_settings"]
     assert folder.name in octavo("--list")[1]
     assert octavo("--verify")[:2] == (0, f"{folder.name}  usable: 2 programs load\n")
+    assert octavo(f"--same_as={tmp_path}")[:2] == (0, f"{folder.name}  0 of 2 programs differ\n")
     program = next(folder.glob("*.bin"))
     size = program.stat().st_size
     program.write_bytes(program.read_bytes()[:-1])
@@ -224,6 +226,34 @@ def test_build_compiles_once_and_its_artefacts_are_looked_after(octavo, tmp_path
     assert f"removed {folder.name}" in out
     assert list(tmp_path.iterdir()) == []
     assert "no artefacts" in octavo("--list")[1]
+
+
+class Text:
+    """A compiled program of which only the text is known."""
+
+    def __init__(self, text):
+        self._text = text
+
+    def as_text(self):
+        return self._text
+
+
+def test_programs_differ_by_their_instructions_not_by_where_they_were_written():
+    here = 'FileNames\n1 "a.py"\n  %x = f32[4] add(%a, %b), metadata={op_name="x" stack_frame_id=2}'
+    there = here.replace("a.py", "b.py").replace("frame_id=2", "frame_id=7")
+    tuned = here.replace("add(%a, %b)", 'add(%a, %b), backend_config={"block_m":"64"}')
+    assert differences({"p": Text(here)}, {"p": Text(there)}) == {}
+    found = differences({"p": Text(tuned), "q": Text("")}, {"p": Text(here), "r": Text("")})
+    assert found.keys() == {"p", "q", "r"}
+    assert "1 instructions differ" in found["p"]
+    assert '"block_m":"64"' in found["p"]
+    assert (found["q"], found["r"]) == ("only here", "only there")
+
+
+def test_builds_that_cannot_be_compared_are_refused(octavo, tmp_path):
+    code, _, err = octavo(f"--same_as={tmp_path / 'other'}")
+    assert code == 1
+    assert "no artefact in common" in err
 
 
 @pytest.mark.parametrize(
