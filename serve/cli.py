@@ -202,7 +202,7 @@ def build(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> in
     if wanted == ["verify"]:
         lines, well = builder.check(config.engine)
     elif wanted == ["same_as"]:
-        lines, well = builder.compare(config.engine, values["same_as"].value)
+        lines, well = builder.compare(config.engine, str(values["same_as"].value))
     elif wanted == ["list"]:
         lines = builder.show(config.engine)
     elif wanted == ["prune"]:
