@@ -94,6 +94,7 @@ class Engine:
         self._clock = clock
         self._seeds = np.random.default_rng(seed)
         self._in_flight: InFlight | None = None
+        self._news: list[TokenEvent] = []
         self._steps = StepClock()
         self.budget = budget
         gap = budget.limit if budget else None
@@ -126,7 +127,14 @@ class Engine:
         check_thinking(request, self.model_config.vocab_size)
         self.scheduler.add(request, self._clock(), held=request.grammar is not None)
         if request.grammar is not None:
+            self._start_grammar(request)
+
+    def _start_grammar(self, request: Request) -> None:
+        try:
             self.grammars.start(request)
+        except BaseException:  # nothing would ever release it
+            self.scheduler.abort(request.request_id, FINISH_ERROR)
+            raise
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; unknown ids are ignored (it may just have ended)."""
@@ -188,25 +196,30 @@ class Engine:
         An implicit transfer to the device is an error: it would stall the step unseen.
         """
         with jax.transfer_guard_host_to_device("disallow"):
-            return self._step()
+            self._step()
+        return self._take_news()
 
-    def _step(self) -> list[TokenEvent]:
-        events = self._admit_compiled()
+    def _step(self) -> None:
+        self._admit_compiled()
         batch = None
         if self._gate != "shut":
             batch = self.scheduler.schedule(self._clock(), self.pace.steps())
         begun = self._begin(batch) if batch else None
         previous, self._in_flight = self._in_flight, None
         if previous:
-            events += self._commit(previous, more=begun is not None)
+            self._commit(previous, more=begun is not None)
         dispatched = self._finish(begun) if begun else None
         if self._overlap:
             self._in_flight = dispatched
         elif dispatched:
-            events += self._commit(dispatched, more=False)
+            self._commit(dispatched, more=False)
         if not (previous or dispatched):
             self.grammars.wait(COMPILE_POLL_SECONDS)
-        return events
+
+    def _take_news(self) -> list[TokenEvent]:
+        """What has happened and nobody was told: a step that raises leaves it to `recover`."""
+        news, self._news = self._news, []
+        return news
 
     def _begin(self, batch: ScheduledBatch) -> InFlight | Forwarded:
         """Dispatch a batch; one that has to wait for masks up to its logits."""
@@ -227,7 +240,7 @@ class Engine:
         close_due(begun.batch, mask)
         return self.runner.sample(begun, mask)
 
-    def _commit(self, ready: InFlight, *, more: bool) -> list[TokenEvent]:
+    def _commit(self, ready: InFlight, *, more: bool) -> None:
         """Wait for a batch's tokens and account for them; `more` if another is on the device."""
         results = ready.read()
         now = self._clock()
@@ -238,36 +251,37 @@ class Engine:
             self.budget.note(ready.batch.num_tokens, seconds)
         self.grammars.advance(ready.batch, results)
         events = self.scheduler.commit(ready.batch, results, now)
+        self._news += events
         for event in events:
             if event.finish_reason is not None:
                 self.grammars.discard(event.request_id)
         if not more:
             self._steps.rest(now, live=self.scheduler.has_work())
-        return events
 
-    def _admit_compiled(self) -> list[TokenEvent]:
-        """Let requests be admitted whose grammar is compiled; the end of those it is refused to."""
-        events: list[TokenEvent] = []
+    def _admit_compiled(self) -> None:
+        """Let requests be admitted whose grammar is compiled, and end those it is refused to."""
         for request_id, error in self.grammars.settled():
             if error is None:
                 self.scheduler.release(request_id)
                 continue
             self.scheduler.abort(request_id, FINISH_ERROR)
-            events.append(
+            self._news.append(
                 TokenEvent(request_id, finish_reason=FINISH_ERROR, error=error, invalid=True)
             )
-        return events
 
     def recover(self, reason: str) -> list[TokenEvent]:
-        """After an exception in `step`: fail what was running, keep what waits, clear the cache."""
+        """After an exception in `step`: fail what was running, keep what waits, clear the cache.
+
+        Returns what the step had to tell before it failed, then the failures.
+        """
         self._in_flight = None
-        events = self.scheduler.reset(reason)
-        for event in events:
+        failed = self.scheduler.reset(reason)
+        for event in failed:
             self.grammars.discard(event.request_id)
         self._steps.rest(self._clock(), live=self.scheduler.has_work())
         self.runner.reset_device_state()
-        log.error("engine recovered; %d requests failed: %s", len(events), reason)
-        return events
+        log.error("engine recovered; %d requests failed: %s", len(failed), reason)
+        return self._take_news() + failed
 
     def on_compile(self, callback: Callable[[], None]) -> None:
         """Have `callback` called whenever a step is about to compile a program."""

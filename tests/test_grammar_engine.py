@@ -1,9 +1,11 @@
 """Requests with a grammar in the engine: they obey, and nothing else changes for anybody."""
 
 import json
+import pydoc
 import re
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jsonschema
@@ -341,6 +343,15 @@ class PanicException(BaseException):
     """As pyo3 raises it."""
 
 
+def raising(error):
+    """A function that does nothing but fail."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
 STAGES = {
     "forward": "octavo.serve.runner.Runner.forward",
     "mask": "octavo.serve.grammar.Grammars.masks",
@@ -358,12 +369,8 @@ def test_a_failed_stage_fails_what_was_running_and_keeps_what_waits(alone, monke
     while engine.stats().running < 2:
         engine.step()
     raised = PanicException("a bug") if "panic" in stage else ZeroDivisionError("a bug")
-
-    def fail(*args, **kwargs):
-        raise raised
-
     with monkeypatch.context() as patch:
-        patch.setattr(STAGES[stage], fail)
+        patch.setattr(STAGES[stage], raising(raised))
         with pytest.raises((ZeroDivisionError, RuntimeError), match="a bug"):
             engine.step()
     failed = {event.request_id for event in engine.recover("the step failed")}
@@ -375,14 +382,58 @@ def test_a_failed_stage_fails_what_was_running_and_keeps_what_waits(alone, monke
     assert run(engine, requests())[0] == alone
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), PanicException("a bug")])
-def test_a_bug_in_a_compile_ends_its_request_alone(alone, monkeypatch, error):
-    def fail(*args):
-        raise error
+@pytest.mark.parametrize(
+    ("name", "stage", "grammar"),
+    [
+        ("short", "octavo.serve.grammar.Grammars.masks", None),
+        ("refused", "octavo.serve.scheduler.Scheduler.schedule", Grammar.regex("(")),
+    ],
+)
+def test_an_end_in_the_step_that_fails_is_told_by_the_recovery(monkeypatch, name, stage, grammar):
+    engine = tiny_engine(eos_ids=(EOS,))
+    engine.add(requests()[0])
+    engine.add(Request(name, (5, 6, 7), sampled(1, max_tokens=3), grammar=grammar))
+    intact = pydoc.locate(stage)
 
+    def fail_once_it_has_ended(*args, **kwargs):
+        if name not in engine.scheduler.request_ids():
+            raise ZeroDivisionError("a bug")
+        return intact(*args, **kwargs)
+
+    events = []
+
+    def step_on():
+        while True:
+            events.extend(engine.step())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, fail_once_it_has_ended)
+        with pytest.raises(ZeroDivisionError):
+            step_on()
+    assert name not in {e.request_id for e in events if e.finish_reason is not None}
+    events += engine.recover("the step failed")
+    events += drain(engine)[1].values()
+    ends = {e.request_id: e.finish_reason for e in events if e.finish_reason is not None}
+    assert ends[name] == (FINISH_ERROR if grammar else FINISH_LENGTH)
+    assert ends.keys() == {name, "g0"}
+    check_pages_free(engine)
+
+
+def test_a_compile_that_cant_be_started_refuses_its_request_alone(alone, monkeypatch):
     engine = tiny_engine(eos_ids=(EOS,))
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_compile, "compile_grammar", fail)
+        patch.setattr(ThreadPoolExecutor, "submit", raising(RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="new thread"):
+            engine.add(requests()[0])
+    assert not engine.has_work()
+    assert run(engine, requests())[0] == alone
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), PanicException("a bug")])
+def test_a_bug_in_a_compile_ends_its_request_alone(alone, monkeypatch, error):
+    engine = tiny_engine(eos_ids=(EOS,))
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_compile, "compile_grammar", raising(error))
         engine.add(Request("bad", (5, 6), sampled(1), grammar=Grammar.choice(["no"])))
         _, last = run(engine, [r for r in requests() if r.grammar is None])
     assert last["bad"].finish_reason == FINISH_ERROR
