@@ -18,12 +18,13 @@ from pathlib import Path
 from octavo.serve import errors
 from octavo.serve.config import ServerConfig
 from octavo.serve.errors import ApiError
+from octavo.serve.key_limits import ApiKey, Leave, alone
 
 ENVIRONMENT_KEY = "OCTAVO_API_KEY"
 DEFAULT_NAME = "default"
 CHECK_SECONDS = 1.0
 """How often the key file is looked at for changes, at most."""
-CONCURRENCY_RETRY_SECONDS = 1.0
+TOO_MANY = 429
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[!-9;-~]{1,512}")
@@ -31,50 +32,12 @@ _KEY = re.compile(r"[!-9;-~]{1,512}")
 log = logging.getLogger("octavo.auth")
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """One key. `per_minute` and `concurrency` are its requests at most; 0 is no limit."""
-
-    name: str
-    digest: bytes
-    per_minute: int = 0
-    concurrency: int = 0
-
-
+@dataclass(slots=True)
 class KeyUse:
-    """What one key's holder is using. A minute's allowance refills evenly and may be spent at once.
+    """One key's requests in this process: those let in since it began, and those that run."""
 
-    Attributes:
-        running: requests that have not been answered whole.
-        requests: requests let in since start.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._spent = 0.0
-        self._since = clock()
-        self.running = 0
-        self.requests = 0
-
-    def enter(self, key: ApiKey) -> None:
-        """Count a request in; ApiError 429 when the key's limits don't allow it now."""
-        if key.concurrency and self.running >= key.concurrency:
-            text = f"API key {key.name!r} has {self.running} requests running, its limit"
-            raise errors.overloaded(text, CONCURRENCY_RETRY_SECONDS)
-        if key.per_minute:
-            now, rate = self._clock(), key.per_minute / 60
-            self._spent = max(0.0, self._spent - (now - self._since) * rate)
-            self._since = now
-            if self._spent + 1 > key.per_minute:
-                text = f"API key {key.name!r} may send {key.per_minute} requests a minute"
-                raise errors.overloaded(text, (self._spent + 1 - key.per_minute) / rate)
-            self._spent += 1
-        self.running += 1
-        self.requests += 1
-
-    def leave(self) -> None:
-        """A request that was let in has been answered."""
-        self.running -= 1
+    requests: int = 0
+    running: int = 0
 
 
 class KeyRing:
@@ -84,6 +47,7 @@ class KeyRing:
     keys as they were, and is reported once.
 
     Attributes:
+        doorman: who applies the limits.
         refused: requests refused by their key's limits, by the key's name.
     """
 
@@ -101,6 +65,7 @@ class KeyRing:
         self._uses: dict[str, KeyUse] = {}
         self._seen: tuple[int, int, int] | None = None
         self._due = float("-inf")
+        self.doorman = alone(clock)
         self.refused: dict[str, int] = {}
         if self._path is not None:
             self._seen = _identity(self._path)
@@ -115,12 +80,30 @@ class KeyRing:
         """Names of the keys that were used, with their use."""
         yield from self._uses.items()
 
-    def enter(self, given: bytes) -> tuple[str, KeyUse]:
-        """Let a request with this key in: the key's name and its use, which must be left.
+    async def enter(self, given: bytes) -> tuple[str, Leave]:
+        """Let a request with this key in: the key's name, and what to call when it is over.
 
         Raises:
             ApiError: 401 for a key that isn't known, 429 when its limits don't allow it now.
         """
+        key = self._known(given)
+        use = self._uses.setdefault(key.name, KeyUse())
+        try:
+            leave = await self.doorman.enter(key)
+        except ApiError as error:
+            if error.status == TOO_MANY:
+                self.refused[key.name] = self.refused.get(key.name, 0) + 1
+            raise
+        use.requests += 1
+        use.running += 1
+
+        def over() -> None:
+            use.running -= 1
+            leave()
+
+        return key.name, over
+
+    def _known(self, given: bytes) -> ApiKey:
         self._refresh()
         digest, found = _digest(given), None
         for key in self._keys:
@@ -128,13 +111,7 @@ class KeyRing:
                 found = key
         if found is None:
             raise errors.unauthorized()
-        use = self._uses.setdefault(found.name, KeyUse(self._clock))
-        try:
-            use.enter(found)
-        except ApiError:
-            self.refused[found.name] = self.refused.get(found.name, 0) + 1
-            raise
-        return found.name, use
+        return found
 
     def _refresh(self) -> None:
         now = self._clock()

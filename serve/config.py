@@ -124,8 +124,7 @@ class ServerConfig:
     api_key: str = setting("", "clients must send it; empty: OCTAVO_API_KEY, if that is set")
     api_key_file: str = setting(
         "",
-        "keys, a line each: name:key[:requests_per_minute[:concurrency]], limits in each API "
-        "process by itself; read anew on change",
+        "keys, a line each: name:key[:requests_per_minute[:concurrency]]; read anew on change",
     )
     cors_origins: tuple[str, ...] = setting((), "origins whose pages may call, or *; empty: none")
     tls_cert: str = setting("", "certificate chain (PEM) to serve HTTPS with; empty: plain HTTP")

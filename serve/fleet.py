@@ -1,8 +1,9 @@
-"""Several API processes on one port: starts them, restarts those that die, sums their metrics.
+"""Several API processes on one port: starts them, restarts those that die, sums what they do.
 
 Each has a listening socket of its own that this process keeps open, so that connections which wait
 on a dead process's socket are answered by its successor. A process is killed when it has given no
-sign of life for `watchdog_seconds`. The engine core is told of a dead one and aborts its requests.
+sign of life for `watchdog_seconds`. The engine core is told of a dead one and aborts its requests;
+what it held of its callers' key limits is free again.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import zmq.asyncio
 
 from octavo.serve.api import CLOSING_SECONDS, Parts
 from octavo.serve.config import ServerConfig
+from octavo.serve.key_limits import Ask, Holder, KeyLimits, Over
 from octavo.serve.metrics import Recorder, add_up
 from octavo.serve.wire import EngineNews
 from octavo.serve.worker import Beat, Drain, Joined, Loaded, ToFleet, Total, ToWorker, WorkerSpec
@@ -36,9 +38,12 @@ log = logging.getLogger("octavo.fleet")
 class Member:
     """One API process in its present life."""
 
-    def __init__(self, identity: bytes, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, identity: bytes, process: asyncio.subprocess.Process, limits: KeyLimits
+    ) -> None:
         self.identity = identity
         self.process = process
+        self.holder = Holder(limits)
         self.recorder = Recorder()
         self.heard_at = time.monotonic()
         self.joined = False
@@ -72,6 +77,7 @@ class Fleet:
         self._decode = msgspec.msgpack.Decoder(ToFleet).decode
         self._members: dict[bytes, Member] = {}
         self._departed = Recorder()
+        self._limits = KeyLimits()
         self._news: EngineNews | None = None
         self._stopping = False
         self._all_loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -120,6 +126,8 @@ class Fleet:
             member = await self._spawn(index, f"api-{index}-{life}".encode())
             code = await member.process.wait()
             del self._members[member.identity]
+            member.holder.close()
+            member.recorder.key_running.clear()
             self._departed = add_up([self._departed, member.recorder])
             self._gone(member.identity)
             if self._stopping:
@@ -144,7 +152,7 @@ class Fleet:
         )
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(spec))
-        self._members[identity] = member = Member(identity, process)
+        self._members[identity] = member = Member(identity, process, self._limits)
         return member
 
     async def _read(self) -> None:
@@ -159,6 +167,10 @@ class Fleet:
                     self._welcome(member)
                 case Loaded() as loaded:
                     self._note_loaded(member, loaded.error)
+                case Ask() as ask:
+                    self._send(member, member.holder.enter(ask))
+                case Over() as over:
+                    member.holder.over(over.ticket)
                 case Beat() as beat:
                     member.recorder = pickle.loads(beat.recorder)
                     if beat.ask:

@@ -7,9 +7,9 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.serve.auth import KeyUse
 from octavo.serve.context import ServerContext
 from octavo.serve.errors import ApiError
+from octavo.serve.key_limits import Leave
 from octavo.serve.timing import Visit
 
 OPEN_PATHS = frozenset(
@@ -45,7 +45,7 @@ class Gate:
         visit = Visit()
         scope.setdefault("state", {})["visit"] = visit
         try:
-            use = self._enter(scope, visit)
+            leave = await self._enter(scope, visit)
         except ApiError as error:
             log.info("%s %s: %s", scope["method"], scope["path"], error.message)
             await self._context.respond(error, scope["path"])(scope, receive, send)
@@ -53,16 +53,16 @@ class Gate:
         try:
             await self._handle(scope, visit, receive, send)
         finally:
-            if use is not None:
-                use.leave()
+            if leave is not None:
+                leave()
 
-    def _enter(self, scope: Scope, visit: Visit) -> KeyUse | None:
-        """The use of the request's key; None where none is needed. ApiError 401 or 429."""
+    async def _enter(self, scope: Scope, visit: Visit) -> Leave | None:
+        """What to call when a request with a key is over; None where none is needed. ApiError."""
         keys = self._context.keys
         if not keys.required or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
             return None
-        visit.key, use = keys.enter(_key_of(scope))
-        return use
+        visit.key, leave = await keys.enter(_key_of(scope))
+        return leave
 
     async def _handle(self, scope: Scope, visit: Visit, receive: Receive, send: Send) -> None:
         tracing = self._context.tracing

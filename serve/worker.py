@@ -1,7 +1,7 @@
 """One of several API processes: an ApiServer that its parent, the Fleet, supervises.
 
-It is told of the engine's life and of the drain by zmq, and reports what it has measured once a
-second, which is its sign of life too.
+It is told of the engine's life and of the drain by zmq, asks there whether an API key's limits
+allow a request, and reports what it has measured once a second, which is its sign of life too.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from octavo.serve.api import ApiServer, Parts
 from octavo.serve.config import ServerConfig
 from octavo.serve.core import follow_parent
 from octavo.serve.event_loop import loop_factory
+from octavo.serve.key_limits import Ask, Doorman, Over, Verdict
 from octavo.serve.metrics import Recorder
 from octavo.serve.supervisor import connect
 from octavo.serve.wire import EngineNews
@@ -72,8 +73,8 @@ class Total(msgspec.Struct, tag="total"):
     recorder: bytes
 
 
-ToFleet = Joined | Loaded | Beat
-ToWorker = EngineNews | Drain | Total
+ToFleet = Joined | Loaded | Beat | Ask | Over
+ToWorker = EngineNews | Drain | Total | Verdict
 
 
 class Worker:
@@ -84,6 +85,7 @@ class Worker:
         self._api = ApiServer(spec.engine_config, spec.config, spec.parts, listener, spec.identity)
         self._context = self._api.context
         self._context.total = self.total
+        self._doorman = self._context.keys.doorman = Doorman(self._send)
         self._socket = connect(spec.address, spec.identity)
         self._socket.set(zmq.LINGER, 1000)
         self._decode = msgspec.msgpack.Decoder(ToWorker).decode
@@ -115,6 +117,8 @@ class Worker:
                     self._api.on_news(news)
                 case Drain():
                     self._api.drain()
+                case Verdict() as verdict:
+                    self._doorman.answered(verdict)
                 case Total() as total if self._asked is not None and not self._asked.done():
                     self._asked.set_result(pickle.loads(total.recorder))
                 case _:
@@ -137,6 +141,8 @@ class Worker:
         self._send(Beat(pickle.dumps(self._context.measured()), ask))
 
     def _send(self, message: ToFleet) -> None:
+        if self._socket.closed:  # a request ends behind everything else
+            return
         self._socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
 

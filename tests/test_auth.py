@@ -1,12 +1,15 @@
 """API keys: the file's format, its reloading, rate and concurrency limits, and what logs say."""
 
+import asyncio
 import logging
 
 import pytest
 
-from octavo.serve.auth import ApiKey, KeyRing, KeyUse, read_keys
+from octavo.serve import key_limits
+from octavo.serve.auth import KeyRing, read_keys
 from octavo.serve.config import ServerConfig
 from octavo.serve.errors import ApiError
+from octavo.serve.key_limits import ApiKey, Ask, Doorman, KeyLimits, Over, Verdict, alone
 
 FILE = """\
 # team: key : requests a minute : concurrency
@@ -44,10 +47,10 @@ def ring(path, clock, **config):
 def status(keys, secret):
     """What a key gets now: its name, or the refusal's status."""
     try:
-        name, use = keys.enter(secret)
+        name, leave = asyncio.run(keys.enter(secret))
     except ApiError as error:
         return error.status
-    use.leave()
+    leave()
     return name
 
 
@@ -126,32 +129,65 @@ def test_a_changed_file_counts_within_a_second_and_keeps_use(path, clock, caplog
 
 
 def test_a_minutes_allowance_may_be_spent_at_once_and_refills_evenly(clock):
-    use, key = KeyUse(clock), ApiKey("bob", b"", per_minute=3)
-    for _ in range(3):
-        use.enter(key)
-    for wait, retry_after in ((0.0, 20), (5.0, 15)):
-        clock.now = wait
-        with pytest.raises(ApiError, match="'bob' may send 3 requests a minute") as caught:
-            use.enter(key)
-        assert (caught.value.status, caught.value.retry_after) == (429, retry_after)
-    clock.now = 20.0
-    use.enter(key)
-    with pytest.raises(ApiError):
-        use.enter(key)
+    limits, ask = KeyLimits(clock), Ask(1, "bob", 3, 0)
+
+    def let_in():
+        return [not limits.enter(ask).text for _ in range(4)].count(True)
+
+    assert let_in() == 3
+    for now, retry_after in ((0.0, 20), (5.0, 15), (3.0, 15), (5.0, 13)):  # back, and on
+        clock.now = now
+        verdict = limits.enter(ask)
+        assert verdict.text == "API key 'bob' may send 3 requests a minute"
+        assert verdict.retry_after == pytest.approx(retry_after)
+    clock.now = 18.0
+    assert let_in() == 1
     clock.now = 1000.0
-    for _ in range(3):
-        use.enter(key)
-    with pytest.raises(ApiError):
-        use.enter(key)
+    assert let_in() == 3
 
 
 def test_concurrency_is_given_back(clock):
-    use, key = KeyUse(clock), ApiKey("dave", b"", concurrency=2)
-    use.enter(key)
-    use.enter(key)
+    doorman, key = alone(clock), ApiKey("dave", b"", concurrency=2)
+
+    async def enter():
+        return await doorman.enter(key)
+
+    asyncio.run(enter())
+    leave = asyncio.run(enter())
     with pytest.raises(ApiError, match="2 requests running") as caught:
-        use.enter(key)
-    assert caught.value.retry_after == 1
-    use.leave()
-    use.enter(key)
-    assert (use.running, use.requests) == (2, 3)
+        asyncio.run(enter())
+    assert (caught.value.status, caught.value.retry_after) == (429, 1)
+    leave()
+    asyncio.run(enter())
+
+
+def test_a_key_that_gets_limits_finds_its_running_requests_counted(clock):
+    doorman = alone(clock)
+    leave = asyncio.run(doorman.enter(ApiKey("x", b"")))
+    limited = ApiKey("x", b"", concurrency=1)
+    with pytest.raises(ApiError, match="1 requests running"):
+        asyncio.run(doorman.enter(limited))
+    leave()
+    asyncio.run(doorman.enter(limited))
+
+
+def test_a_request_that_stops_waiting_for_its_verdict_holds_nothing(monkeypatch):
+    """Whatever the verdict was or will be: the parent is told that the request is over."""
+    monkeypatch.setattr(key_limits, "ANSWER_SECONDS", 0.01)
+    sent, key = [], ApiKey("x", b"", concurrency=1)
+    doorman = Doorman(sent.append)
+    with pytest.raises(ApiError, match="can't be looked up") as caught:
+        asyncio.run(doorman.enter(key))
+    assert caught.value.status == 503
+    doorman.answered(Verdict(0))
+
+    async def given_up():
+        task = asyncio.create_task(doorman.enter(key))
+        await asyncio.sleep(0)
+        doorman.answered(Verdict(1))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(given_up())
+    assert [message.ticket for message in sent if isinstance(message, Over)] == [0, 1]

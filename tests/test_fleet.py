@@ -1,9 +1,12 @@
 """Several API processes before one engine: shared port, summed metrics, deaths, drain."""
 
+import json
 import os
 import signal
 import socket
 import threading
+import time
+from collections import Counter
 
 import pytest
 from mock_server import gone, running
@@ -160,6 +163,82 @@ def test_a_shared_port_is_still_refused_when_taken():
         pytest.raises(OSError, match="in use"),
     ):
         listen("127.0.0.1", taken.getsockname()[1], 2)
+
+
+# Limits of API keys
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """Two API processes, and keys: bob has 3 requests a minute, carol 3 at once."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("alice:sk-alice\nbob:sk-bob:3\ncarol:sk-carol::3\n")
+    with running(api_processes=2, api_key_file=str(keys)) as server:
+        server.wait(lambda: all_ready(server))
+        yield server
+
+
+def asked(server, who, **fields):
+    """Connection and response of a request that is being answered."""
+    connection = server.connect()
+    body = {"prompt": "a<|slow|>", "max_tokens": 1, "temperature": 0, **fields}
+    headers = {"Authorization": f"Bearer sk-{who}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection, connection.getresponse()
+
+
+def statuses(server, who, count):
+    """Of requests one after another, each on a connection of its own."""
+    found = Counter()
+    for _ in range(count):
+        connection, response = asked(server, who)
+        found[response.status] += 1
+        hang_up(connection, response)
+    return found
+
+
+def hold(server):
+    """Streams of carol's that run, up to her limit, as (connection, response, owner)."""
+    streams = [asked(server, "carol", stream=True, max_tokens=2000) for _ in range(3)]
+    assert [response.status for _, response in streams] == [200] * 3
+    return [(*stream, owner(server, stream[0])) for stream in streams]
+
+
+def test_a_keys_limits_hold_over_all_processes(guarded):
+    begun = time.monotonic()
+    found = statuses(guarded, "bob", 20)
+    refilled = int((time.monotonic() - begun) / 20)
+    assert 3 <= found[200] <= 3 + refilled
+    assert found[429] == 20 - found[200]
+    streams = hold(guarded)
+    assert statuses(guarded, "carol", 20) == {429: 20}
+    assert statuses(guarded, "alice", 4) == {200: 4}
+    hang_up(*streams[0][:2])
+    guarded.wait(lambda: statuses(guarded, "carol", 1) == {200: 1})
+    for connection, response, _ in streams:
+        hang_up(connection, response)
+    guarded.wait(lambda: running_of(guarded, "carol") == 0)
+
+
+def running_of(server, who):
+    return server.metric(f'octavo:key_running{{key="{who}"')
+
+
+def test_what_a_killed_process_held_of_a_key_is_given_back(guarded):
+    streams = hold(guarded)
+    victim = streams[0][2]
+    lost = [stream for stream in streams if stream[2] == victim]
+    assert statuses(guarded, "carol", 8) == {429: 8}
+    os.kill(victim, signal.SIGKILL)
+    guarded.wait(lambda: len(guarded.children(WORKER)) == 2 and all_ready(guarded))
+    assert victim not in guarded.children(WORKER)
+    again = [asked(guarded, "carol", stream=True, max_tokens=2000) for _ in lost]
+    assert [response.status for _, response in again] == [200] * len(lost)
+    assert statuses(guarded, "carol", 8) == {429: 8}
+    guarded.wait(lambda: running_of(guarded, "carol") == 3)
+    for connection, response, *_ in streams + again:
+        hang_up(connection, response)
+    guarded.wait(lambda: running_of(guarded, "carol") == 0)
 
 
 def test_recorders_add_up():

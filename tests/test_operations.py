@@ -1,6 +1,7 @@
 """Dashboard, alert rules, runbook and coverage table against what the server really has."""
 
 import ast
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -51,7 +52,7 @@ ROW = re.compile(r"^\| ([^|]+) \| `(tests/[a-z0-9_]+\.py)::(\w+)` \|$", re.MULTI
 def samples():
     """Names of all samples and families in the text of /metrics."""
     keys = KeyRing(ServerConfig(api_key="x"), {})
-    keys.enter(b"x")
+    asyncio.run(keys.enter(b"x"))
     collector = ServerCollector("m")
     collector.recorder.note_keys(keys)
     text = exposition(collector).decode()
