@@ -25,7 +25,7 @@ def attend_mosaic(
     Raises:
         NotImplementedError: no such GPU, or a type or size that `refuse_inputs` names.
     """
-    _refuse_device()
+    refuse_device()
     if decode_refusal(q, layer, meta) is None:
         return decode_mosaic(q, layer, meta, spec, sinks)
     return prefill_mosaic(q, layer, meta, spec, sinks)
@@ -39,11 +39,12 @@ def write_by_kernel(
     Raises:
         NotImplementedError: no such GPU, or a size that `write_refusal` names.
     """
-    _refuse_device()
+    refuse_device()
     return write_mosaic(layer, k, v, slots)
 
 
-def _refuse_device() -> None:
+def refuse_device() -> None:
+    """NotImplementedError unless programs are made for a Hopper GPU."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         if not any(kind in abstract.device_kind for kind in HOPPER_KINDS):

@@ -6,7 +6,7 @@ from octavo.serve.config import EngineConfig
 
 USAGE = """usage: octavo bench WHAT [--flags]
 
-  kernel      attention and sampling kernels against their floors
+  kernel      attention, sampling and layer kernels against their floors
   decode      time of a decode step by rows
   prefill     time to the first token by prompt length
   throughput  tokens a second over a mix of requests, offline

@@ -14,9 +14,14 @@ HELP = """[NAME ...] [-- flags of the script]
 
   attention   paged decode and prefill against bytes read or operations done
   sampling    sampling programs against one read of the logits
+  block       what lies between two attentions against one read of the weights, and XLA's graph
 
   --out=FILE  append the scripts' lines to a file"""
-KERNELS = {"attention": "attention_bench", "sampling": "sampling_bench"}
+KERNELS = {
+    "attention": "attention_bench",
+    "sampling": "sampling_bench",
+    "block": "block_bench",
+}
 
 
 def define(values: flags.FlagValues) -> None:

@@ -12,8 +12,6 @@ product computes q, k and v, one gate and up: narrow products are what keeps a d
 the speed of memory. Layers are unrolled: a scan over stacked weights copies each of them out.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -23,12 +21,14 @@ from octavo.attention.api import attend, write
 from octavo.attention.contract import AttentionMeta
 from octavo.cache.layout import KVCache, LayerCache
 from octavo.model.config import ModelConfig, RopeConfig
-from octavo.model.layers import contract, fan_in_scale, gated_mlp, project, rms_norm, soft_cap
+from octavo.model.decode_block import MAX_ROWS, between_attentions, pad_rows
+from octavo.model.layer import Params, mlp, out_projection, qkv_projection
+from octavo.model.layers import contract, fan_in_scale, rms_norm, soft_cap
+from octavo.model.mosaic_block import no_arrivals
 from octavo.model.params import ParamSpec
 from octavo.model.rope import apply_rope, rope_tables
 from octavo.model.sharding import TENSOR
 
-Params = dict[str, Any]
 Tables = dict[RopeConfig, tuple[Array, Array]]
 
 
@@ -94,11 +94,14 @@ def forward(
     meta: AttentionMeta,
     impl: str = "auto",
     mesh: Mesh | None = None,
+    block: str = "xla",
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it.
 
     `meta` says which row each token belongs to; positions are absolute within the row. A mesh
     makes attention run per device over its KV heads; the rest follows the weights' shardings.
+    `block="mosaic"` does in decode steps of few rows by one kernel a layer what lies between two
+    attentions, for models that `block_refusal` doesn't refuse.
     """
     with jax.named_scope("embed"):
         x = params["embed"][tokens]
@@ -106,18 +109,46 @@ def forward(
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         tables: Tables = {rope: rope_tables(rope, config.head_dim, positions) for rope in ropes}
+    if block == "mosaic" and meta.max_query_len == 1 and len(tokens) <= MAX_ROWS:
+        return _layers_by_kernel(params, config, x, tables, cache, meta, impl)
     layers: list[LayerCache] = []
     for index, weights in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{index}"):
-            rope = tables[config.layers[index].rope]
-            x, layer = _attention(
-                weights, config, index, x, rope, cache.layers[index], meta, impl, mesh
-            )
-            x = _mlp(weights, config, x)
+            qkv = qkv_projection(weights, config, x)
+            mixed, layer = _attention(weights, config, index, qkv, tables, cache, meta, impl, mesh)
+            x = out_projection(weights, config, x, mixed)
+            x = mlp(weights, config, x)
         layers.append(layer)
     with jax.named_scope("final_norm"):
         x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
     return x, KVCache(tuple(layers))
+
+
+def _layers_by_kernel(
+    params: Params,
+    config: ModelConfig,
+    x: Float[Array, "T E"],
+    tables: Tables,
+    cache: KVCache,
+    meta: AttentionMeta,
+    impl: str,
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """`forward` from the embeddings on, with what lies between attentions in one kernel each."""
+    layers: list[LayerCache] = []
+    carried = qkv_projection(params["layers"][0], config, x)
+    x, arrivals = pad_rows(x), no_arrivals()
+    for index, weights in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{index}"):
+            mixed, layer = _attention(
+                weights, config, index, carried, tables, cache, meta, impl, None
+            )
+            following = (*params["layers"], None)[index + 1]
+            with jax.named_scope("block"):
+                x, carried, arrivals = between_attentions(
+                    weights, following, params["final_norm"], config, x, mixed, arrivals
+                )
+        layers.append(layer)
+    return carried, KVCache(tuple(layers))
 
 
 @jax.named_scope("attention")
@@ -125,52 +156,29 @@ def _attention(
     weights: Params,
     config: ModelConfig,
     index: int,
-    x: Array,
-    rope: tuple[Array, Array],
-    layer: LayerCache,
+    qkv: Float[Array, "T K G_plus_2 D"],
+    tables: Tables,
+    cache: KVCache,
     meta: AttentionMeta,
     impl: str,
     mesh: Mesh | None,
-) -> tuple[Array, LayerCache]:
-    """x + attention(norm(x)), and the layer's cache with the new keys and values."""
+) -> tuple[Float[Array, "T K G D"], LayerCache]:
+    """What attention mixes for each query head, and the layer's cache with the new keys."""
     group, eps, offset = config.group_size, config.norm_eps, config.norm_offset
-    with jax.named_scope("qkv"):
-        normed = rms_norm(x, weights["attn_norm"], eps, offset)
-        qkv = project(normed, weights["qkv"], weights.get("qkv_bias"))
-        q = qkv[:, :, :group].reshape(-1, config.num_heads, config.head_dim)
-        k, v = qkv[:, :, group], qkv[:, :, group + 1]
+    q = qkv[:, :, :group].reshape(-1, config.num_heads, config.head_dim)
+    k, v = qkv[:, :, group], qkv[:, :, group + 1]
     with jax.named_scope("rope"):
+        rope = tables[config.layers[index].rope]
         if config.qk_norm:
             q = rms_norm(q, weights["q_norm"], eps, offset)
             k = rms_norm(k, weights["k_norm"], eps, offset)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
     spec = config.attention_spec(index, None if mesh is None else TENSOR)
     with jax.named_scope("kv_write"):
-        layer = write(layer, k, v, meta, spec, impl=impl, mesh=mesh)
+        layer = write(cache.layers[index], k, v, meta, spec, impl=impl, mesh=mesh)
     with jax.named_scope("attend"):
         mixed = attend(q, layer, meta, spec, impl=impl, mesh=mesh)
-    with jax.named_scope("out"):
-        mixed = mixed.reshape(-1, config.num_kv_heads, group, config.head_dim)
-        out = project(mixed, weights["out"], weights.get("out_bias"), dims=3)
-        if config.post_norms:
-            out = rms_norm(out, weights["attn_post_norm"], eps, offset)
-    return x + out, layer
-
-
-@jax.named_scope("mlp")
-def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
-    """x + mlp(norm(x))."""
-    out = gated_mlp(
-        rms_norm(x, weights["mlp_norm"], config.norm_eps, config.norm_offset),
-        weights["gate_up"],
-        weights["down"],
-        config.activation,
-        weights.get("gate_up_bias"),
-        weights.get("down_bias"),
-    )
-    if config.post_norms:
-        out = rms_norm(out, weights["mlp_post_norm"], config.norm_eps, config.norm_offset)
-    return x + out
+    return mixed.reshape(-1, config.num_kv_heads, group, config.head_dim), layer
 
 
 @jax.named_scope("unembed")

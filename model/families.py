@@ -28,6 +28,7 @@ class Forward(Protocol):
         meta: AttentionMeta,
         impl: str = "auto",
         mesh: Mesh | None = None,
+        block: str = "xla",
     ) -> tuple[Float[Array, "T E"], KVCache]:
         """Hidden states after the final norm, and the updated cache."""
         ...

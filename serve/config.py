@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic", "none")
 REASONING_PARSERS = ("auto", "think", "none")
 ATTENTION_IMPLS = ("auto", "reference", "xla", "mosaic")
+DECODE_BLOCKS = ("auto", "xla", "mosaic")
 PAGE_SIZES = (16, 32, 64, 128)
 POOLINGS = ("last", "mean")
 
@@ -36,6 +37,11 @@ class EngineConfig:
     dtype: str = setting(AUTO, "weights and cache; auto: the checkpoint's, float32 on CPU")
     mesh: str = setting("", "tensor=N shards the model over N devices; empty: one device")
     attention: str = setting(AUTO, f"implementation: one of {', '.join(ATTENTION_IMPLS)}")
+    decode_block: str = setting(
+        AUTO,
+        "what does all between two attentions in decode steps of up to 64 rows: one of "
+        f"{', '.join(DECODE_BLOCKS)}; mosaic: one kernel, not measured yet; auto: xla",
+    )
     max_model_len: int | str = setting(AUTO, "longest prompt + output; auto: the largest that fits")
     page_size: int | str = setting(
         AUTO, "tokens a KV page, 16/32/64/128; auto: 64 on GPU, 16 on CPU"
@@ -82,6 +88,7 @@ class EngineConfig:
         _one_of(self, "generation_config", (AUTO, "none"))
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "attention", ATTENTION_IMPLS)
+        _one_of(self, "decode_block", DECODE_BLOCKS)
         _one_of(self, "warmup", (AUTO, "all", "common", "lazy"))
         if not self.model:
             raise ValueError("model must name a path, a Hugging Face id or a packaged model")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 import octavo.attention
 import octavo.cache
@@ -19,6 +20,7 @@ from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.resolve import resolve_model
 from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.config import ModelConfig
+from octavo.model.decode_block import block_refusal
 from octavo.model.families import family_of
 from octavo.model.params import param_bytes
 from octavo.model.sharding import device_bytes, host_mesh, make_mesh
@@ -132,7 +134,8 @@ def assemble(
     if config.max_model_len != AUTO:
         model = _with_max_len(model, int(config.max_model_len))
     page_size = page_size_of(config, on_gpu=gpu)
-    graph = Graph(family_of(model), model, config.attention, mesh, page_size)
+    block = _block(config, model, mesh)
+    graph = Graph(family_of(model), model, config.attention, mesh, page_size, block)
     limits = _limits(config, graph, gpu=gpu, serving=serving)
     settings = _settings(config, limits, gpu=gpu)
     layout = model.cache_layout(limits.num_pages, page_size)
@@ -240,6 +243,15 @@ def _step_budget(config: EngineConfig, settings: ProgramSettings) -> StepBudget 
     return StepBudget(config.max_step_ms / 1e3, settings.buckets.mixed_tokens)
 
 
+def _block(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> str:
+    """What does decode steps' work between attentions; ValueError if the model can't have it."""
+    if config.decode_block != "mosaic":
+        return "xla"
+    if refusal := block_refusal(model, mesh):
+        raise ValueError(f"decode_block=mosaic: {refusal}")
+    return "mosaic"
+
+
 def _require_attention(builder: ProgramBuilder) -> None:
     """ValueError at start, not at the first request, if the named implementation refuses."""
     name, buckets = builder.graph.attention, builder.settings.buckets
@@ -308,6 +320,7 @@ def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> Artefac
         **environment(),
         "model": repr(graph.config),
         "attention": graph.attention,
+        "block": graph.block,
         "mesh": config.mesh,
         "page_size": graph.page_size,
         **sizes,

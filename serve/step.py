@@ -32,13 +32,35 @@ PROMPT_CHUNK = 128
 
 @dataclass(frozen=True)
 class Graph:
-    """What every program closes over: the model's functions and how attention is done."""
+    """What every program closes over: the model's functions, and which of their implementations."""
 
     family: Family
     config: ModelConfig
     attention: str
     mesh: Mesh | None
     page_size: int
+    block: str
+
+    def forward(
+        self,
+        params: Params,
+        tokens: Int32[Array, " T"],
+        positions: Int32[Array, " T"],
+        cache: KVCache,
+        meta: AttentionMeta,
+    ) -> tuple[Float[Array, "T E"], KVCache]:
+        """Hidden states after the final norm, and the cache with this step's keys and values."""
+        return self.family.forward(
+            params,
+            self.config,
+            tokens,
+            positions,
+            cache,
+            meta,
+            self.attention,
+            self.mesh,
+            self.block,
+        )
 
 
 def unpack(layout: PackLayout, buffer: Int32[Array, " n"]) -> dict[str, Array]:
@@ -75,9 +97,7 @@ def forward_step(
         max_query_len=bucket.max_query_len,
     )
     tokens = resolve_tokens(x["tokens"], last_tokens)
-    hidden, cache = graph.family.forward(
-        params, graph.config, tokens, x["positions"], cache, meta, graph.attention, graph.mesh
-    )
+    hidden, cache = graph.forward(params, tokens, x["positions"], cache, meta)
     rows = hidden if bucket.is_decode else hidden[x["last"]]
     with jax.named_scope("unembed"):
         logits = graph.family.unembed(params, graph.config, rows)
@@ -178,9 +198,7 @@ def decode_loop(
     def body(carry: tuple) -> tuple:
         i, cache, tokens, live, out = carry
         positions, meta = decode_meta(graph.page_size, x, i, live)
-        hidden, cache = graph.family.forward(
-            params, graph.config, tokens, positions, cache, meta, graph.attention, graph.mesh
-        )
+        hidden, cache = graph.forward(params, tokens, positions, cache, meta)
         logits = graph.family.unembed(params, graph.config, hidden)
         step_batch = replace(batch, position=batch.position + i, generated=batch.generated + i)
         drawn, report = draw(logits, step_batch, None, flags)

@@ -12,10 +12,12 @@ from octavo.model.families import family_of
 from octavo.model.sharding import cache_sharding
 
 
-@partial(jax.jit, static_argnames=("config", "impl", "mesh"), donate_argnames="cache")
-def _run(params, tokens, positions, cache, meta, *, config, impl, mesh):
+@partial(jax.jit, static_argnames=("config", "impl", "mesh", "block"), donate_argnames="cache")
+def _run(params, tokens, positions, cache, meta, *, config, impl, mesh, block):
     family = family_of(config)
-    hidden, cache = family.forward(params, config, tokens, positions, cache, meta, impl, mesh)
+    hidden, cache = family.forward(
+        params, config, tokens, positions, cache, meta, impl, mesh, block
+    )
     return family.unembed(params, config, hidden), cache
 
 
@@ -26,8 +28,11 @@ class PagedModel:
     decode step.
     """
 
-    def __init__(self, config, params, *, rows, max_len, page_size, impl="auto", mesh=None):
+    def __init__(
+        self, config, params, *, rows, max_len, page_size, impl="auto", mesh=None, block="xla"
+    ):
         self.config, self.params, self.impl, self.mesh = config, params, impl, mesh
+        self.block = block
         self.rows, self.page_size = rows, page_size
         pages = -(-max_len // page_size)
         self.tables = 1 + np.arange(rows * pages, dtype=np.int32).reshape(pages, rows).T
@@ -69,6 +74,7 @@ class PagedModel:
             config=self.config,
             impl=self.impl,
             mesh=self.mesh,
+            block=self.block,
         )
         logits = np.asarray(logits)
         place = {row: slice(starts[index], starts[index + 1]) for index, row in enumerate(live)}

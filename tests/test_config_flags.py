@@ -23,6 +23,7 @@ OTHER = {
     "dtype": "bfloat16",
     "mesh": "tensor=2",
     "attention": "xla",
+    "decode_block": "xla",
     "max_model_len": 77,
     "page_size": 32,
     "num_pages": 50,

@@ -1,0 +1,232 @@
+"""Times what lies between two attentions of a decode step; one JSON line a measurement.
+
+    python bench/block_bench.py                          # the kernel in use, and XLA's graph
+    python bench/block_bench.py --sweep                  # other rings, grids and cuts too
+    python bench/block_bench.py --only=llama3_8b --rows=8,64
+
+A program goes many times over several layers' weights, more than the L2 holds, so that each launch
+reads its weights from memory and dispatch is not counted. Floor: the weights once. Before it is
+timed, the kernel is held against the graph.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax import lax
+
+from octavo.model import decoder
+from octavo.model.block_plan import BlockPlan, BlockTuning, Product
+from octavo.model.config import ModelConfig
+from octavo.model.decode_block import (
+    MAX_ROWS,
+    TUNING,
+    between_attentions,
+    between_reference,
+    launch_block,
+    pad_rows,
+    plan_for,
+)
+from octavo.model.families import config_from_hf
+from octavo.model.mosaic_block import no_arrivals
+from octavo.model.params import init_params, param_bytes
+from octavo.serve.devices import configure_xla
+
+_SWEEP = flags.DEFINE_bool("sweep", False, "Try other tunings and cuts, at 8 and 64 rows.")
+_ONLY = flags.DEFINE_list("only", ["llama3_8b", "llama32_1b"], "Shapes, by their folder's name.")
+_ROWS = flags.DEFINE_list("rows", ["1", "8", "32", "64", "128"], "Rows of the steps.")
+_DATE = flags.DEFINE_string("date", time.strftime("%Y-%m-%d"), "Date written into the results.")
+
+READ_CEILING = 4.48e12
+"""Bytes/s: the most that one H200 was measured to read from its memory."""
+
+WEIGHT_BYTES = 1.5e9
+"""Weights that a program goes through before it comes to the first again."""
+
+PROGRAM_SECONDS = 0.04
+"""About how long a program runs, so that its dispatch (0.3 ms) doesn't count."""
+
+SWEPT_ROWS = (8, 64)
+SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
+MATRICES = ("out", "gate_up", "down", "qkv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's shape, its layers cut to as many as are gone through, and rows of a step."""
+
+    name: str
+    config: ModelConfig
+    rows: int
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the weights between two attentions."""
+        layer = decoder.abstract_params(self.config)["layers"][0]
+        return param_bytes({name: layer[name] for name in MATRICES})
+
+    @property
+    def floor(self) -> float:
+        """Seconds a layer."""
+        return self.layer_bytes / READ_CEILING
+
+    @property
+    def rounds(self) -> int:
+        """Times that a program goes over its layers."""
+        return max(2, round(PROGRAM_SECONDS / self.floor / len(self.config.layers)))
+
+
+def load_case(name: str, rows: int) -> Case:
+    """The case of a shape under configs/shapes."""
+    config = config_from_hf(json.loads((SHAPES / name / "config.json").read_text()))
+    config = replace(config, vocab_size=128)
+    layers = max(2, round(WEIGHT_BYTES / Case(name, config, rows).layer_bytes))
+    return Case(name, replace(config, layers=config.layers[:1] * layers), rows)
+
+
+def draw_inputs(case: Case, params: Any) -> tuple[list, jax.Array, jax.Array, jax.Array]:
+    """Layers' weights, a norm, the residual stream and what attention mixed."""
+    config, keys = case.config, jax.random.split(jax.random.key(case.rows), 2)
+    heads = (config.num_kv_heads, config.group_size, config.head_dim)
+    x = jax.random.normal(keys[0], (case.rows, config.hidden_size), jnp.bfloat16)
+    mixed = jax.random.normal(keys[1], (case.rows, *heads), jnp.bfloat16)
+    return list(params["layers"]), params["final_norm"], x, mixed
+
+
+def graph_program(case: Case) -> Callable:
+    """XLA's: the results of every layer's qkv are carried on, or they would not be computed."""
+
+    def run(layers: list, norm: jax.Array, x: jax.Array, mixed: jax.Array) -> tuple:
+        def one_round(_: jax.Array, carry: tuple) -> tuple:
+            x, results = carry[0], []
+            for index, weights in enumerate(layers):
+                following = layers[(index + 1) % len(layers)]
+                x, qkv = between_reference(weights, following, norm, case.config, x, mixed)
+                results.append(qkv)
+            return x, results
+
+        none = [jnp.zeros((case.rows, *layer["qkv"].shape[1:]), x.dtype) for layer in layers]
+        return lax.fori_loop(0, case.rounds, one_round, (x, none))
+
+    return run
+
+
+def kernel_program(case: Case, tuning: BlockTuning, plan: BlockPlan) -> Callable:
+    """The kernel's, without the sum of qkv's splits, which in a model is part of rope's fusion."""
+
+    def run(layers: list, norm: jax.Array, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        def one_round(_: jax.Array, carry: tuple) -> tuple:
+            x, arrivals = carry
+            for index, weights in enumerate(layers):
+                following = layers[(index + 1) % len(layers)]
+                done = launch_block(
+                    weights, following, norm, case.config, x, mixed, arrivals, tuning, plan
+                )
+                x, arrivals = done.x, done.no_arrivals
+            return x, arrivals
+
+        return lax.fori_loop(0, case.rounds, one_round, (pad_rows(x), no_arrivals()))[0]
+
+    return run
+
+
+def relative_error(case: Case, tuning: BlockTuning, plan: BlockPlan, arguments: tuple) -> float:
+    """Of x and qkv after one layer, against the graph's: root mean squares."""
+    (first, second, *_), norm, x, mixed = arguments
+    kernel = partial(between_attentions, config=case.config, tuning=tuning, plan=plan)
+    found = jax.jit(kernel)(first, second, norm, x=pad_rows(x), mixed=mixed, arrivals=no_arrivals())
+    graph = jax.jit(partial(between_reference, config=case.config))
+    expected = graph(first, second, norm, x=x, mixed=mixed)
+    errors = []
+    for ours, theirs in zip((found[0][: case.rows], found[1]), expected):
+        ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+        errors.append(np.sqrt(((ours - theirs) ** 2).mean() / (theirs**2).mean()))
+    return float(max(errors))
+
+
+def seconds_per_layer(case: Case, compiled: jax.stages.Compiled, arguments: tuple) -> float:
+    """Median of three runs of a program."""
+    jax.block_until_ready(compiled(*arguments))
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[1] / case.rounds / len(case.config.layers)
+
+
+def variants(case: Case) -> Iterator[tuple[str, BlockTuning, BlockPlan]]:
+    """Name, tuning and cuts of what is timed: what is in use first."""
+    plan = plan_for(case.config, last=False)
+    yield "in use", TUNING, plan
+    if not _SWEEP.value or case.rows not in SWEPT_ROWS:
+        return
+    yield "132 blocks", replace(TUNING, num_blocks=132), plan
+    for ring, rows in ((21, 3), (18, 6), (16, 8), (12, 4), (8, 4)):
+        yield f"rings {ring}, {rows}", replace(TUNING, ring=ring, activation_ring=rows), plan
+    for name in MATRICES:
+        for tiles, splits in ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (3, 4), (4, 2), (4, 4)):
+            product: Product = getattr(plan, name)
+            try:
+                other = replace(product, tiles=tiles, splits=splits)
+            except ValueError:
+                continue
+            if other != product and 96 <= other.items <= 132:
+                yield f"{name} {tiles} x {splits}", TUNING, replace(plan, **{name: other})
+
+
+def measure(case: Case, params: Any) -> Iterator[dict]:
+    """XLA's graph, then the kernel in every variant, all compiled first."""
+    arguments = draw_inputs(case, params)
+    line = {"what": "block", "shape": case.name, "rows": case.rows}
+    compiled = jax.jit(graph_program(case)).lower(*arguments).compile()
+    yield line | {"impl": "xla"} | figures(case, seconds_per_layer(case, compiled, arguments))
+    if case.rows > MAX_ROWS:
+        return
+    chosen = list(variants(case))
+
+    def compile_one(variant: tuple[str, BlockTuning, BlockPlan]) -> jax.stages.Compiled:
+        return jax.jit(kernel_program(case, *variant[1:])).lower(*arguments).compile()
+
+    with ThreadPoolExecutor(8) as pool:
+        programs = list(pool.map(compile_one, chosen))
+    for (name, tuning, plan), program in zip(chosen, programs):
+        error = relative_error(case, tuning, plan, arguments)
+        timed = figures(case, seconds_per_layer(case, program, arguments))
+        yield line | {"impl": "mosaic", "variant": name, "error": round(error, 5)} | timed
+
+
+def figures(case: Case, seconds: float) -> dict:
+    """Microseconds a layer, floor and share."""
+    return {
+        "us": round(seconds * 1e6, 2),
+        "floor_us": round(case.floor * 1e6, 2),
+        "share": round(case.floor / seconds, 3),
+        "TBps": round(case.layer_bytes / seconds / 1e12, 3),
+    }
+
+
+def main(_: list[str]) -> None:
+    """Prints one line a shape, number of rows and implementation."""
+    configure_xla()
+    device = jax.devices()[0]
+    stamp = {"date": _DATE.value, "device": device.device_kind, "jax": jax.__version__}
+    for name in _ONLY.value:
+        specs = decoder.abstract_params(load_case(name, 1).config)
+        params = jax.jit(partial(init_params, specs))(jax.random.key(0))
+        for rows in map(int, _ROWS.value):
+            for line in measure(load_case(name, rows), params):
+                print(json.dumps(stamp | line), flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
