@@ -99,7 +99,6 @@ async def answer(
             return EventStream(job.stream(first, writer), job, guard)
         await job.collect()
     except BaseException:
-        call.close()
         guard.end()
         raise
     guard.end()
@@ -107,7 +106,7 @@ async def answer(
 
 
 class Guard:
-    """Ends a call when its client hangs up or its time is over."""
+    """Ends a call when its client hangs up, its time is over, or nobody waits for it any more."""
 
     def __init__(self, request: Request, call: Call, context: ServerContext) -> None:
         self._call = call
@@ -126,10 +125,11 @@ class Guard:
         self._call.fail(ClientGone())
 
     def end(self) -> None:
-        """The request is over."""
+        """The request is over: whatever it came to, nothing of it runs on."""
         self._watch.cancel()
         if self._timer is not None:
             self._timer.cancel()
+        self._call.close()
 
 
 class EventStream(Response):
@@ -150,8 +150,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
         try:
+            await send(start)
             async for body in self._chunks:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except ApiError as error:

@@ -102,8 +102,12 @@ class ApiServer:
         freeze_loaded()
 
     async def run(self) -> None:
-        """Serve until `drain` or `end`, and end what still runs at the deadline."""
+        """Serve until `drain` or `end`, and end what still runs at the deadline.
+
+        Raises what ends the HTTP server before.
+        """
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        serving.add_done_callback(lambda _: self._ending.set())  # it fails alone, never unseen
         try:
             await self._ending.wait()
             await self._drained()

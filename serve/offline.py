@@ -18,6 +18,7 @@ from tqdm import tqdm
 from octavo.serve import batchfile
 from octavo.serve.api import Parts
 from octavo.serve.app import create_app
+from octavo.serve.auth import KeyRing
 from octavo.serve.batchfile import Line
 from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
@@ -189,6 +190,7 @@ async def run_batch(
     settings = ServerConfig(served_model_name=names, max_engine_restarts=0, log_level="warning")
     client = EngineClient(b"batch")
     context = ServerContext(config, settings, client)
+    context.keys = KeyRing(settings, {})  # the environment's key is for those who come by HTTP
     supervisor = CoreSupervisor(parts.engine, config, settings, client.on_news)
     supervisor.start()
     try:

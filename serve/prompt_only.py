@@ -91,7 +91,6 @@ async def run_prompts(
                 if event.finish_reason == FINISH_ERROR:
                     raise errors.internal(event.error or "the request failed")
     finally:
-        call.close()
         guard.end()
     return [ends[one.request_id] for one in requests], call.epoch
 

@@ -5,6 +5,7 @@ token's way. One span a request (the caller's child), under it queue, prefill an
 sample.
 """
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 TRACES_PATH = "/v1/traces"
+CLOSE_SECONDS = 2.0
 
 
 class Tracing:
@@ -73,8 +75,10 @@ class Tracing:
         span.end(end)
 
     def close(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
+        """Send what is left, for CLOSE_SECONDS at most: a dead collector holds up no exit."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(CLOSE_SECONDS)
 
 
 def _phases(sample: SampleTimes) -> list[tuple[str, float, float]]:
@@ -105,6 +109,7 @@ def tracing_to(endpoint: str) -> Tracing:
         raise ValueError(message) from None
     if urlsplit(endpoint).path in ("", "/"):
         endpoint = endpoint.rstrip("/") + TRACES_PATH
-    provider = TracerProvider(resource=Resource.create({"service.name": "octavo"}))
+    resource = Resource.create({"service.name": "octavo"})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `close` does it
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return Tracing(provider)

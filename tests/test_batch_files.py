@@ -52,7 +52,8 @@ def run(source, target, **fields):
     return asyncio.run(run_batch(MockConfig(**fields), source, target, parts=MOCK, at_once=4))
 
 
-def test_every_endpoint_and_every_failure_gets_its_record(tmp_path):
+def test_every_endpoint_and_every_failure_gets_its_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "a server's")
     messages = [{"role": "user", "content": "hi"}]
     source = write(
         tmp_path / "in.jsonl",

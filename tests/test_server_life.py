@@ -1,5 +1,6 @@
 """Starting, stopping, overload, hang-ups and deaths. Each test starts servers of its own."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,7 +11,11 @@ import sys
 import threading
 
 import pytest
+from mock_engine import MockConfig
 from mock_server import PATIENCE, gone, running
+
+from octavo.serve.api import ApiServer, Parts
+from octavo.serve.config import ServerConfig
 
 
 def exit_code(server):
@@ -117,6 +122,20 @@ def test_a_start_that_fails_says_why():
     with running(wait=False, tokenizer="mock_server:bad_tokenizer") as server:
         assert exit_code(server) == 1
         assert "no tokenizer here" in server.log
+
+
+def test_an_http_server_that_ends_by_itself_is_not_waited_for():
+    async def deaf():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            api = ApiServer(MockConfig(), ServerConfig(), Parts(), listener, b"api")
+            api._server.serve = lambda sockets: asyncio.to_thread(raising, OSError("no handshake"))
+            await asyncio.wait_for(api.run(), PATIENCE)
+
+    def raising(error):
+        raise error
+
+    with pytest.raises(OSError, match="no handshake"):
+        asyncio.run(deaf())
 
 
 def test_a_taken_port_is_one_clear_line():

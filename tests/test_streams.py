@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,9 @@ from mock_server import running
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve import client as client_module
+from octavo.serve.answering import EventStream, Guard
 from octavo.serve.client import EngineClient
+from octavo.serve.config import ServerConfig
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
 from octavo.serve.generation import Generation, Wanted
@@ -134,6 +137,40 @@ def test_a_bug_while_a_token_is_written_fails_its_request_alone():
     assert "detokenise fault" in ended
     assert sorted(aborted) == ["r0", "r1"]
     assert b'"text":"c"' not in body
+
+
+@pytest.mark.parametrize("stage", ["_opening", "_closing", "send"])
+def test_a_failure_outside_the_tokens_leaves_nothing_running(monkeypatch, stage):
+    """Also where the generator of the stream has not begun, or is not asked to go on."""
+
+    async def answered():
+        client, wire = EngineClient(b"api"), Wire()
+        client.up, client._socket = True, wire
+        job = job_on(client)
+        job.start()
+        if stage == "_closing":
+            job._running.clear()
+        context = SimpleNamespace(config=ServerConfig(), recorder=Recorder())
+        request = SimpleNamespace(receive=asyncio.Event().wait)
+        stream = EventStream(job.stream([]), job, Guard(request, job.call, context))
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+            if stage == "send":
+                raise OSError
+
+        if stage != "send":
+            monkeypatch.setattr(job, stage, lambda: 1 / 0)
+        try:
+            await stream({}, None, send)
+        except OSError:
+            assert stage == "send"
+        return sent, [msgspec.msgpack.decode(one, type=ToCore) for one in wire.sent]
+
+    sent, told = asyncio.run(answered())
+    assert [sorted(m.request_ids) for m in told if isinstance(m, Abort)] == [sorted(IDS)]
+    assert stage == "send" or b"ZeroDivisionError" in sent[-2]["body"]
 
 
 def test_an_engine_that_never_stops_talking_leaves_time_for_the_rest(monkeypatch):

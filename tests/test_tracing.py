@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from octavo.serve import tracing
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
 from octavo.serve.gate import Gate
@@ -118,6 +119,14 @@ def test_failures_are_marked_and_probes_are_not_traced():
     assert request.status.status_code.name == "ERROR"
     assert request.attributes["http.response.status_code"] == 500
     assert finished(two_samples, path="/health") == ()
+
+
+def test_a_collector_that_never_answers_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.01)
+    answered = threading.Event()
+    provider = SimpleNamespace(get_tracer=str, shutdown=answered.wait)
+    Tracing(provider).close()
+    answered.set()
 
 
 def test_spans_reach_a_collector_before_the_server_ends(monkeypatch):
