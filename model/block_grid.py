@@ -15,12 +15,14 @@ from octavo.model.block_plan import TILE, Product
 
 
 class Grid(NamedTuple):
-    """The barriers over all blocks, by the number of arrivals, which is kept in global memory.
+    """The barriers over all blocks, by the arrivals at each, which are counted in global memory.
 
-    Under the interpreter `barriers` are those of a cluster, and `arrivals` is not used.
+    Each has its own count, for a block without items in a phase arrives at the next barriers
+    while others are still on their way. Under the interpreter `barriers` are those of a cluster,
+    and `arrivals` is not used.
     """
 
-    arrivals: Ref  # i32 [1], 0 before the launch
+    arrivals: Ref  # i32 [barriers], 0 before the launch
     num_blocks: int
     barriers: Ref | None = None
 
@@ -33,22 +35,19 @@ class Grid(NamedTuple):
         def signal(_: Any, arrivals: Any) -> None:
             _fence_copies()
             mgpu_utils.warpgroup_barrier()
-            pointer = mgpu_utils.memref_ptr(arrivals)
-            mgpu_utils.SemaphoreRef(pointer).signal(1, memory_scope="gpu")
+            _semaphore(arrivals, barrier).signal(1, memory_scope="gpu")
 
         self._inline(signal)
 
     def wait(self, barrier: int) -> None:
-        """Until every block has arrived. They arrive in order, so that one count is enough."""
+        """Until every block has arrived."""
         if self.barriers is not None:
             plgpu.barrier_wait(self.barriers.at[barrier])
             return
 
-        least = (barrier + 1) * self.num_blocks
-
         def poll(_: Any, arrivals: Any) -> None:
-            pointer = mgpu_utils.memref_ptr(arrivals)
-            mgpu_utils.SemaphoreRef(pointer).wait(least, decrement=False, memory_scope="gpu")
+            semaphore = _semaphore(arrivals, barrier)
+            semaphore.wait(self.num_blocks, decrement=False, memory_scope="gpu")
             _fence_copies()
 
         self._inline(poll)
@@ -60,6 +59,12 @@ class Grid(NamedTuple):
         """
         inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
         inline(body)(self.arrivals)
+
+
+def _semaphore(arrivals: Any, barrier: int) -> mgpu_utils.SemaphoreRef:
+    return mgpu_utils.SemaphoreRef(
+        mgpu_utils.memref_ptr(mgpu_utils.memref_slice(arrivals, barrier))
+    )
 
 
 def _fence_copies() -> None:

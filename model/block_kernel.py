@@ -50,10 +50,10 @@ class BlockInputs(NamedTuple):
 class BlockOutputs(NamedTuple):
     """What the kernel writes; what is not said to be for others is read by itself only.
 
-    `x`, `normed` and `qkv_sums` are results, `no_arrivals` is the grid's count for a next launch.
+    `x`, `normed` and `qkv_sums` are results, `no_arrivals` is the grid's for a next launch.
     """
 
-    no_arrivals: Any  # i32 [1]
+    no_arrivals: Any  # i32 [barriers]
     out_sums: Any  # f32 [splits, R, E]
     x_mid: Any  # [R, E]
     normed_mid: Any  # [R, E]
@@ -106,7 +106,8 @@ def block_kernel(
 
         @pl.when(block == 0)
         def _ready_next() -> None:
-            outputs.no_arrivals[0] = jnp.int32(0)
+            for barrier in range(NUM_BARRIERS):
+                outputs.no_arrivals[barrier] = jnp.int32(0)
 
         _fetch_weights(products, inputs, smem, tuning.ring)
 

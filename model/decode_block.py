@@ -84,7 +84,7 @@ def launch_block(
     config: ModelConfig,
     x: Float[Array, "R E"],
     mixed: Float[Array, "T K G D"],
-    arrivals: Int32[Array, "1"],
+    arrivals: Int32[Array, " barriers"],
     tuning: BlockTuning | None = None,
     plan: BlockPlan | None = None,
 ) -> BlockOutputs:
@@ -115,7 +115,7 @@ def between_attentions(
     config: ModelConfig,
     x: Float[Array, "R E"],
     mixed: Float[Array, "T K G D"],
-    arrivals: Int32[Array, "1"],
+    arrivals: Int32[Array, " barriers"],
     tuning: BlockTuning | None = None,
     plan: BlockPlan | None = None,
 ) -> tuple[Float[Array, "R E"], Float[Array, "T K G_plus_2 D"] | Float[Array, "T E"], Array]:

@@ -32,13 +32,13 @@ from octavo.model.block_kernel import NUM_BARRIERS, BlockInputs, BlockOutputs, b
 from octavo.model.block_plan import TILE, BlockShape, BlockTuning, Product
 
 
-def no_arrivals() -> Int32[Array, "1"]:
+def no_arrivals() -> Int32[Array, " barriers"]:
     """Arrivals at the barriers of the grid before a launch; one that follows takes its outputs'."""
-    return jnp.zeros((1,), jnp.int32)
+    return jnp.zeros((NUM_BARRIERS,), jnp.int32)
 
 
 def run_block(
-    inputs: BlockInputs, shape: BlockShape, tuning: BlockTuning, arrivals: Int32[Array, "1"]
+    inputs: BlockInputs, shape: BlockShape, tuning: BlockTuning, arrivals: Int32[Array, " barriers"]
 ) -> BlockOutputs:
     """One launch. The sums of the splits of `qkv_sums` are left to the caller, in their order."""
     operands = (*(array for array in inputs if array is not None), arrivals)
@@ -86,7 +86,7 @@ def _out_types(shape: BlockShape) -> list[jax.ShapeDtypeStruct]:
 
     hidden = jax.ShapeDtypeStruct((rows, shape.embed), jnp.bfloat16)
     gated = jax.ShapeDtypeStruct((rows, plan.down.depth), jnp.bfloat16)
-    arrivals = jax.ShapeDtypeStruct((1,), jnp.int32)
+    arrivals = jax.ShapeDtypeStruct((NUM_BARRIERS,), jnp.int32)
     types = [arrivals, sums(plan.out), hidden, hidden, gated, sums(plan.down), hidden, hidden]
     return types if plan.qkv is None else [*types, sums(plan.qkv)]
 
