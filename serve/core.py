@@ -91,6 +91,7 @@ class CoreLoop:
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self._owners: dict[str, bytes] = {}
         self._clients: set[bytes] = set()
+        self._gone: set[bytes] = set()
         self._step_failures = 0
         self._stats_due = 0.0
         self._stopping = False
@@ -161,6 +162,8 @@ class CoreLoop:
             self._send(identity, message)
 
     def _handle(self, identity: bytes, payload: bytes) -> None:
+        if identity in self._gone:
+            return
         try:
             message = self._decode(payload)
         except msgspec.DecodeError as error:
@@ -238,7 +241,11 @@ class CoreLoop:
         self._route(ended)
 
     def _forget(self, identity: bytes) -> None:
-        """An API process is gone: nobody reads what its requests make."""
+        """An API process is gone: nobody reads what its requests make.
+
+        What it has sent may be read after this news of another's; it counts no more.
+        """
+        self._gone.add(identity)
         self._clients.discard(identity)
         for request_id in [i for i, owner in self._owners.items() if owner == identity]:
             self._abort(request_id)

@@ -25,12 +25,25 @@ from octavo.serve.api import CLOSING_SECONDS, Parts
 from octavo.serve.config import ServerConfig
 from octavo.serve.key_limits import Ask, Holder, KeyLimits, Over
 from octavo.serve.metrics import Recorder, add_up
+from octavo.serve.supervisor import Standstill
 from octavo.serve.wire import EngineNews
-from octavo.serve.worker import Beat, Drain, Joined, Loaded, ToFleet, Total, ToWorker, WorkerSpec
+from octavo.serve.worker import (
+    BEAT_SECONDS,
+    Beat,
+    Drain,
+    Joined,
+    Loaded,
+    ToFleet,
+    Total,
+    ToWorker,
+    WorkerSpec,
+)
 
 # A process that dies younger than this is not started again at once.
 YOUNG_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
+MISSED_BEATS = 3
+"""Signs of life that a process may at least miss, however short watchdog_seconds are."""
 
 log = logging.getLogger("octavo.fleet")
 
@@ -69,6 +82,7 @@ class Fleet:
         self._engine_config, self._config, self._parts = engine_config, config, parts
         self._listeners = listeners
         self._gone = gone
+        self._patience = max(config.watchdog_seconds, MISSED_BEATS * BEAT_SECONDS)
         self._folder = tempfile.mkdtemp(prefix="octavo-api-")
         self._address = f"ipc://{self._folder}/fleet"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -123,7 +137,14 @@ class Fleet:
         life = 0
         while not self._stopping:
             born = time.monotonic()
-            member = await self._spawn(index, f"api-{index}-{life}".encode())
+            try:
+                member = await self._spawn(index, f"api-{index}-{life}".encode())
+            except OSError as error:  # out of memory or processes, now; the others serve on
+                if not self._all_loaded.done():
+                    raise
+                log.error("API process %d can't be started: %s", index, error)
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
             code = await member.process.wait()
             del self._members[member.identity]
             member.holder.close()
@@ -162,19 +183,25 @@ class Fleet:
             if member is None:
                 continue
             member.heard_at = time.monotonic()
-            match self._decode(payload):
-                case Joined():
-                    self._welcome(member)
-                case Loaded() as loaded:
-                    self._note_loaded(member, loaded.error)
-                case Ask() as ask:
-                    self._send(member, member.holder.enter(ask))
-                case Over() as over:
-                    member.holder.over(over.ticket)
-                case Beat() as beat:
-                    member.recorder = pickle.loads(beat.recorder)
-                    if beat.ask:
-                        self._send(member, Total(pickle.dumps(self._total())))
+            try:
+                self._take(member, payload)
+            except Exception:  # a reader that ended would hear of no process any more
+                log.exception("a message of API process %s could not be taken", identity)
+
+    def _take(self, member: Member, payload: bytes) -> None:
+        match self._decode(payload):
+            case Joined():
+                self._welcome(member)
+            case Loaded() as loaded:
+                self._note_loaded(member, loaded.error)
+            case Ask() as ask:
+                self._send(member, member.holder.enter(ask))
+            case Over() as over:
+                member.holder.over(over.ticket)
+            case Beat() as beat:
+                member.recorder = pickle.loads(beat.recorder)
+                if beat.ask:
+                    self._send(member, Total(pickle.dumps(self._total())))
 
     def _welcome(self, member: Member) -> None:
         member.joined = True
@@ -201,13 +228,19 @@ class Fleet:
 
     async def _watch(self) -> None:
         """Kill a process that gives no sign of life."""
-        limit = self._config.watchdog_seconds
+        period = min(1.0, self._patience / 8)
+        standstill = Standstill(period)
         while True:
-            await asyncio.sleep(limit / 4)
-            for member in self._members.values():
-                if member.joined and time.monotonic() - member.heard_at > limit:
-                    log.error("API process %s hangs", member.identity)
-                    member.kill()
+            await asyncio.sleep(period)
+            self._look(time.monotonic(), stood_still=standstill.noticed())
+
+    def _look(self, now: float, *, stood_still: bool) -> None:
+        for member in self._members.values():
+            if stood_still:
+                member.heard_at = now
+            elif member.joined and now - member.heard_at > self._patience:
+                log.error("API process %s hangs", member.identity)
+                member.kill()
 
     def _broadcast(self, message: ToWorker) -> None:
         for member in self._members.values():

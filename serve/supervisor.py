@@ -67,6 +67,20 @@ class Silence:
         return max(0.0, self._clock() - self._until)
 
 
+class Standstill:
+    """Whether this process was the one that stood still, so that what others said is unread."""
+
+    def __init__(self, period: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._period = period
+        self._clock = clock
+        self._last = clock()
+
+    def noticed(self) -> bool:
+        """To be asked every `period` seconds: whether the last time is four periods ago or more."""
+        last, self._last = self._last, self._clock()
+        return self._last - last >= 4 * self._period
+
+
 class CoreSupervisor:
     """Owns the core process. `publish` gets every EngineNews.
 
@@ -151,7 +165,8 @@ class CoreSupervisor:
         while not self._stopping:
             try:
                 reason = await self._live(restarts)
-            except OSError as error:
+            except Exception as error:
+                log.debug("no engine process", exc_info=True)
                 reason = f"the engine process can't be started: {error}"
             if self._stopping:
                 return
@@ -187,6 +202,8 @@ class CoreSupervisor:
         return self._reason or f"{errors.CORE_DEAD} (exit code {code})"
 
     async def _spawn(self, address: str) -> asyncio.subprocess.Process:
+        config, level = self._present_config(), self._config.log_level
+        spec = pickle.dumps(CoreSpec(address, self._factory, config, level, self._weights))
         # A session of its own: a terminal's Ctrl-C reaches only the server, which drains.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -195,10 +212,8 @@ class CoreSupervisor:
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        config, level = self._present_config(), self._config.log_level
-        spec = CoreSpec(address, self._factory, config, level, self._weights)
         assert process.stdin is not None
-        process.stdin.write(pickle.dumps(spec))
+        process.stdin.write(spec)
         return process
 
     def _present_config(self) -> Any:
@@ -231,12 +246,10 @@ class CoreSupervisor:
         """Kill a core that hangs. Loading may take any time; it is not watched."""
         limit = self._config.watchdog_seconds * HANG_PERIODS
         period = min(1.0, limit / 8)
-        last = time.monotonic()
+        standstill = Standstill(period)
         while True:
             await asyncio.sleep(period)
-            now, late = time.monotonic(), time.monotonic() - last > 4 * period
-            last = now
-            if late:  # this process was the one that stood still; what the core said is unread
+            if standstill.noticed():
                 self._silence.reset()
             if self._loaded and self._silence.seconds() > limit:
                 self._reason = f"the engine hangs: no step ended for {limit:g} s"

@@ -104,11 +104,16 @@ class Worker:
 
     async def total(self) -> Recorder:
         """The whole fleet's sum, or this process's own if the fleet doesn't answer."""
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.get_running_loop().create_future()
+        asked = self._asked
+        if asked is None or asked.done():
+            asked = self._asked = asyncio.get_running_loop().create_future()
             self._report(ask=True)
-        done, _ = await asyncio.wait([self._asked], timeout=ANSWER_SECONDS)
-        return self._asked.result() if done else self._context.measured()
+        done, _ = await asyncio.wait([asked], timeout=ANSWER_SECONDS)
+        if done:
+            return asked.result()
+        if self._asked is asked:
+            self._asked = None  # it may be lost: the next to want it asks anew
+        return self._context.measured()
 
     async def _read(self) -> None:
         while True:

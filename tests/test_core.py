@@ -192,6 +192,16 @@ def test_the_requests_of_a_process_that_is_gone_stop(make):
     assert [e.request_id for m in harness.received(two) for e in m.events] == ["c"]
 
 
+def test_what_a_process_said_counts_no_more_once_it_is_known_to_be_gone(make):
+    harness = make()
+    one, supervisor = harness.client(b"one"), harness.client()
+    harness.send(supervisor, Gone(b"one"))
+    harness.send(one, Hello())
+    harness.send(one, add([ask("a", max_tokens=9)]))
+    assert not harness.engine.rows
+    assert not harness.loop._clients
+
+
 def test_samples_of_a_prompt_send_it_once_and_share_it_in_the_core(make):
     harness = make()
     client = harness.client()

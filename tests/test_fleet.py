@@ -1,21 +1,34 @@
 """Several API processes before one engine: shared port, summed metrics, deaths, drain."""
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from mock_server import gone, running
 from test_server_life import exit_code, hang_up, start_stream
 
+from octavo.serve import fleet as fleet_module
+from octavo.serve import worker as worker_module
+from octavo.serve.api import Parts
+from octavo.serve.config import ServerConfig
+from octavo.serve.fleet import Fleet, Member
+from octavo.serve.key_limits import KeyLimits
 from octavo.serve.metrics import Recorder, add_up
 from octavo.serve.server import listen
+from octavo.serve.supervisor import Standstill
+from octavo.serve.worker import BEAT_SECONDS, Beat, Loaded, Worker
 
 WORKER = "octavo.serve.worker"
+encode = msgspec.msgpack.encode
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +168,121 @@ def test_a_tokenizer_that_cannot_load_ends_the_fleet():
     with running(wait=False, **settings) as server:
         assert exit_code(server) == 1
         assert "no tokenizer here" in server.log
+
+
+class Process:
+    """A process that runs until it is killed."""
+
+    returncode = None
+
+    def kill(self):
+        self.returncode = -9
+
+
+@pytest.fixture
+def by_hand():
+    """Runs a test's body with a fleet of one member, whose process is not real."""
+
+    def run(body):
+        async def inside():
+            fleet = Fleet(None, ServerConfig(watchdog_seconds=10), Parts(), [], print)
+            member = fleet._members[b"a"] = Member(b"a", Process(), KeyLimits())
+            member.joined, member.heard_at = True, 100.0
+            try:
+                await body(fleet, member)
+            finally:
+                fleet._socket.close()
+                shutil.rmtree(fleet._folder)
+
+        asyncio.run(inside())
+
+    return run
+
+
+def test_a_silent_process_is_killed_but_not_for_its_parents_standstill(by_hand):
+    async def body(fleet, member):
+        fleet._look(109.0, stood_still=False)
+        fleet._look(900.0, stood_still=True)
+        fleet._look(909.0, stood_still=False)
+        assert member.process.returncode is None
+        fleet._look(911.0, stood_still=False)
+        assert member.process.returncode is not None
+
+    by_hand(body)
+
+
+def test_a_process_may_miss_a_beat_however_short_the_watchdog_is():
+    async def patience():
+        fleet = Fleet(None, ServerConfig(watchdog_seconds=0.5), Parts(), [], print)
+        fleet._socket.close()
+        shutil.rmtree(fleet._folder)
+        return fleet._patience
+
+    assert asyncio.run(patience()) > 2 * BEAT_SECONDS
+
+
+def test_a_sum_that_does_not_come_is_asked_for_anew(monkeypatch):
+    monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.01)
+    worker, asked = Worker.__new__(Worker), []
+    worker._asked, worker._context = None, SimpleNamespace(measured=lambda: "its own")
+    worker._report = lambda **fields: asked.append(fields)
+
+    async def twice():
+        return [await worker.total(), await worker.total()]
+
+    assert asyncio.run(twice()) == ["its own", "its own"]
+    assert asked == [{"ask": True}] * 2
+
+
+def test_a_standstill_is_noticed_once():
+    times = iter([0.0, 1.0, 2.5, 6.6, 7.6])
+    standstill = Standstill(1.0, lambda: next(times))
+    assert [standstill.noticed() for _ in range(4)] == [False, False, True, False]
+
+
+def test_a_message_that_cant_be_taken_ends_no_reader(by_hand):
+    async def body(fleet, member):
+        said = [(b"a", b"junk"), (b"a", encode(Beat(b"no pickle"))), (b"a", encode(Loaded()))]
+
+        async def next_message():
+            return said.pop(0) if said else await asyncio.Event().wait()
+
+        real, fleet._socket = fleet._socket, SimpleNamespace(recv_multipart=next_message)
+        reader = asyncio.create_task(fleet._read())
+        while not member.loaded:
+            await asyncio.sleep(0)
+            assert not reader.done()
+        reader.cancel()
+        fleet._socket = real
+
+    by_hand(body)
+
+
+def test_a_process_that_cant_be_started_anew_is_tried_again(by_hand, monkeypatch):
+    monkeypatch.setattr(fleet_module, "PAUSE_SECONDS", 0)
+    outcomes = [OSError("no more processes"), OSError("still none"), None]
+
+    async def body(fleet, member):
+        async def spawn(index, identity):
+            outcome = outcomes.pop(0)
+            if outcome is not None:
+                raise outcome
+            fleet._stopping = True
+            fleet._members[identity] = started = Member(identity, Process(), KeyLimits())
+            started.process.wait = asyncio.Event().wait
+            return started
+
+        fleet._spawn = spawn
+        with pytest.raises(OSError, match="no more"):
+            await fleet._keep(0)
+        fleet._all_loaded.set_result(None)
+        keeping = asyncio.create_task(fleet._keep(0))
+        while outcomes:
+            await asyncio.sleep(0)
+            assert not keeping.done()
+        keeping.cancel()
+
+    by_hand(body)
 
 
 def test_a_shared_port_is_still_refused_when_taken():

@@ -1,5 +1,6 @@
 """The engine core dies or hangs under a running server: what clients, probes and metrics see."""
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from mock_server import PATIENCE, gone, running
 from test_server_life import exit_code, hang_up, start_stream
+
+from octavo.serve.config import ServerConfig
+from octavo.serve.supervisor import CoreSupervisor
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,21 @@ def test_the_core_ignores_signals_meant_for_the_service(server):
     before = restarts(server)
     assert server.complete("a")[0] == 200
     assert restarts(server) == before
+
+
+def test_a_core_that_cant_be_described_is_a_failed_start():
+    async def start():
+        news = []
+        unpicklable = lambda: None  # noqa: E731
+        supervisor = CoreSupervisor("x:y", unpicklable, ServerConfig(), news.append)
+        supervisor.start()
+        loaded = await asyncio.wait_for(supervisor.started(), PATIENCE)
+        await supervisor.stop()
+        return loaded, news
+
+    loaded, news = asyncio.run(start())
+    assert (loaded, news[-1].phase) == (False, "failed")
+    assert "can't be started" in news[-1].reason
 
 
 def test_the_breaker_opens_and_closes_and_the_server_stays():
