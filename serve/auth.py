@@ -118,14 +118,15 @@ class KeyRing:
         if self._path is None or now < self._due:
             return
         self._due = now + CHECK_SECONDS
+        before, self._seen = self._seen, None  # None: it can't be looked at
         try:
-            identity = _identity(self._path)
-            if identity == self._seen:
+            self._seen = _identity(self._path)
+            if self._seen == before:
                 return
-            self._seen = identity
             self._keys = (*self._fixed, *read_keys(self._path))
         except (OSError, ValueError) as error:
-            log.error("the API keys stay as they were: %s", error)
+            if self._seen != before:
+                log.error("the API keys stay as they were: %s", error)
             return
         log.info("%d API keys read from %s", len(self._keys), self._path)
 
