@@ -8,6 +8,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import chat_cases
 import openai
 import pytest
 from blackbox import KIT, run_kit
@@ -141,6 +142,27 @@ def test_errors_map_to_classes(client):
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(openai.BadRequestError, match="image"):
         chat(client, messages=[{"role": "user", "content": [part]}])
+
+
+def test_random_chats_say_the_same_streamed_and_whole(base_url):
+    """Tools, formats, stops, samples, histories: deltas join to the message, the usage is one."""
+    called = 0
+    for seed in range(8):
+        body = {"model": MODEL, **chat_cases.request(seed), "cache_salt": f"{seed} whole"}
+        whole = chat_cases.of_whole(json.loads(post(base_url, body)))
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body["cache_salt"] = f"{seed} streamed"  # nothing cached: log-probabilities to the bit
+        assert chat_cases.of_stream(post(base_url, body)) == whole, seed
+        called += any("tool_calls" in choice["message"] for choice in whole[0].values())
+    assert called
+
+
+def post(base_url, body):
+    """The text that a chat request is answered with."""
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return answer.read().decode()
 
 
 @pytest.mark.skipif(not KIT.is_dir(), reason="the acceptance kit is not beside this checkout")
