@@ -29,8 +29,6 @@ from jaxtyping import Array, Float, Int32
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.mosaic_decode import (
-    COMPUTE_REGISTERS,
-    MEMORY_REGISTERS,
     SMEM_BYTES,
     TMA_BYTES,
     Ref,
@@ -43,6 +41,9 @@ from octavo.cache.layout import LayerCache
 
 WG_ROWS = 64
 
+REGISTERS = 504
+"""Registers a thread of the three warpgroups together, in eights: 512 times 128 are a block's."""
+
 
 @dataclass(frozen=True)
 class PrefillTuning:
@@ -52,6 +53,8 @@ class PrefillTuning:
         block: keys a pipeline step, 64 or 128.
         key_stages, value_stages: blocks in the two rings.
         num_blocks: thread blocks of the persistent grid, one a multiprocessor.
+        memory_registers: registers a thread of the memory warpgroup, 24 or 40; the other two share
+            the rest.
         interpreted: softmax weights go through shared memory: slower, but Pallas' interpreter
             doesn't multiply from registers.
     """
@@ -60,11 +63,14 @@ class PrefillTuning:
     key_stages: int = 2
     value_stages: int = 2
     num_blocks: int = 132
+    memory_registers: int = 40
     interpreted: bool = False
 
     def __post_init__(self) -> None:
         if self.block not in (64, 128):
             raise ValueError(f"block={self.block} must be 64 or 128")
+        if self.memory_registers not in (24, 40):
+            raise ValueError(f"memory_registers={self.memory_registers} must be 24 or 40")
         for name in ("key_stages", "value_stages", "num_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
@@ -311,13 +317,14 @@ def _kernel(
 
     @pl.when(wg < 2)
     def _compute() -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS[1], action="increase")
+        compute_registers = (REGISTERS - tuning.memory_registers) // 2
+        plgpu.set_max_registers(compute_registers, action="increase")
         sinks = refs[0] if spec.sinks else None
         _attend_tiles(wg, load_item, count, buffers, q_ref, sinks, refs[-1], spec, tuning, shape)
 
     @pl.when(wg == 2)
     def _memory() -> None:
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(tuning.memory_registers, action="decrease")
         _fetch_tiles(load_item, count, buffers, table_ref, (k_ref, v_ref), tuning, shape)
 
 
@@ -470,17 +477,29 @@ def _attend_tile(
         v_slot = lax.rem(done + index, jnp.int32(tuning.value_stages))
         begin = item.begin + index * block
         plgpu.barrier_wait(buffers.k_ready.at[k_slot])
-        logits = product(q_tile, buffers.k_ring.at[k_slot].transpose((1, 0)), block)
-        _take_turn(buffers)
+        keys = buffers.k_ring.at[k_slot].transpose((1, 0))
+
+        def multiply(acc_ref: Ref) -> Array:
+            plgpu.wgmma(acc_ref, q_tile, keys)
+            # The other's product may queue behind this one.
+            _take_turn(buffers)
+            return acc_ref[...]
+
+        logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WG_ROWS, block), jnp.float32))
         plgpu.barrier_arrive(buffers.k_free.at[k_slot])
-        logits = base2(logits, spec)
+        scale = spec.scale * LOG2E
+        if spec.soft_cap is not None:
+            logits, scale = base2(logits, spec), 1.0
         if border:
             logits = _masked(logits, wg, item, begin, spec, shape)
-        new_top = jnp.maximum(top, logits.max(axis=1))
+        # The largest is found before the scale, which then joins exp2's argument: a fused product.
+        new_top = jnp.maximum(top, logits.max(axis=1) * scale)
         decay = jnp.exp2(top - new_top)
-        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_top, logits.shape, [0]))
+        weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(new_top, logits.shape, [0]))
         acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
-        total = total * decay + weights.sum(axis=1)
+        total *= lax.broadcast_in_dim(decay, total.shape, [0])
+        for start in range(0, block, 8):
+            total += weights[:, start : start + 8]
         weights = weights.astype(q_tile.dtype)
         plgpu.barrier_wait(buffers.v_ready.at[v_slot])
         if border:
@@ -493,10 +512,11 @@ def _attend_tile(
 
     per_row = layout.reduce(1)
     top = plgpu.layout_cast(jnp.full((WG_ROWS,), FLOOR, jnp.float32), per_row)
-    total = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), per_row)
+    # Of each eighth column: what the threads of a row hold is added up at the end only.
+    total = plgpu.layout_cast(jnp.zeros((WG_ROWS, 8), jnp.float32), layout)
     if sinks is not None:
         top = plgpu.load(sinks.at[item.head], layout=per_row, optimized=False)
-        total += 1.0
+        total += 1.0 / 8
     acc = plgpu.layout_cast(jnp.zeros((WG_ROWS, shape.head_dim), jnp.float32), layout)
     state = (acc, top, total)
     # Blocks inside see no border: all their keys lie between the last query's window and the first.
@@ -510,7 +530,7 @@ def _attend_tile(
     inner = jnp.maximum(inner, outer)
     state = lax.fori_loop(outer, inner, partial(step, border=False), state)
     acc, _, total = lax.fori_loop(inner, item.steps, partial(step, border=True), state)
-    total += 1e-30
+    total = total.sum(axis=1) + 1e-30
     return (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(q_tile.dtype)
 
 
@@ -534,12 +554,19 @@ def _masked(
 ) -> Array:
     """Logits of keys from `begin` on, -inf where a row's query doesn't see the key."""
     layout = plgpu.Layout.WGMMA
-    key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=layout) + begin
-    row = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=layout)
+    row = plgpu.broadcasted_iota(jnp.int32, (WG_ROWS,), 0, layout=layout.reduce(1))
     query = item.first_query + wg * shape.wg_tokens + lax.div(row, jnp.int32(shape.group))
-    seen = (key <= query) & (key < item.kv_len)
+    last = jnp.minimum(query, item.kv_len - 1) - begin
+    # A thread holds two columns of each eight. What depends on the thread is moved to the row's
+    # side of the comparison: the other one is a constant then, and no column's index is held in a
+    # register over the loops.
+    column = plgpu.broadcasted_iota(jnp.int32, (logits.shape[1],), 0, layout=layout.reduce(0))
+    eights = lax.broadcast_in_dim(column & ~7, logits.shape, [1])
+    place = lax.broadcast_in_dim(column & 7, logits.shape, [1])
+    seen = eights <= lax.broadcast_in_dim(last, logits.shape, [0]) - place
     if spec.window is not None:
-        seen &= key > query - spec.window
+        before = lax.broadcast_in_dim(query - spec.window - begin, logits.shape, [0])
+        seen &= eights > before - place
     return jnp.where(seen, logits, -jnp.inf)
 
 
@@ -552,8 +579,11 @@ def _zero_unseen(item: _Item, begin: Array, values: Ref) -> None:
         for start in range(0, block, WG_ROWS):
             part = values.at[pl.ds(start, WG_ROWS)]
             loaded = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            key = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=plgpu.Layout.WGMMA)
-            key += begin + start
+            row = plgpu.broadcasted_iota(
+                jnp.int32, (WG_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
+            )
+            key = row + begin + start
             seen = (key >= item.lowest) & (key < item.kv_len)
+            seen = lax.broadcast_in_dim(seen, loaded.shape, [0])
             part[...] = jnp.where(seen, loaded, jnp.zeros_like(loaded))
         plgpu.commit_smem()

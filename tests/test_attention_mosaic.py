@@ -276,7 +276,9 @@ def test_decode_tuning_is_validated(field: str, value: int):
         DecodeTuning(**{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("block", 96), ("key_stages", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("block", 96), ("key_stages", 0), ("memory_registers", 32)]
+)
 def test_prefill_tuning_is_validated(field: str, value: int):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         PrefillTuning(**{field: value})
