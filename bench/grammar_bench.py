@@ -1,14 +1,16 @@
 """What grammars cost and whether texts end under them: SmolLM2, on whatever device there is.
 
-    python bench/grammar_bench.py --out=bench/results/grammar_cpu.jsonl [--stages=end,masks,engine]
-        [--tekken=tekken_240911.json]
+    python bench/grammar_bench.py --out=bench/results/grammar_cpu.jsonl
+        [--stages=end,masks,engine,jump] [--tekken=tekken_240911.json]
 
 `end`: 20 nested schemas, 5 samples each, temperature 1, max_tokens 512: how many end by themselves,
 and whether each of those parses and validates. `masks`: microseconds a row's mask takes along those
 texts, one row alone and 32 rows at once (time of the call over rows), for SmolLM2's vocabulary and,
 with --tekken, for Mistral's of 131,072 tokens (a file in the package mistral-common). `engine`:
 tokens a second of 32 rows, all under a grammar beside none, in turns; and, which other work on the
-machine hardly changes, processor time a token.
+machine hardly changes, processor time a token. `jump`: a row alone and 8 rows, a schema of long
+keys with and without free whitespace, forced tokens taken as input beside sampled, in turns; both
+must give the same tokens.
 """
 
 import base64
@@ -36,7 +38,7 @@ from octavo.serve.grammar_compile import compile_grammar
 from octavo.serve.types import Grammar
 
 _OUT = flags.DEFINE_string("out", "", "file that lines are added to")
-_STAGES = flags.DEFINE_list("stages", ["end", "masks", "engine"], "what to run")
+_STAGES = flags.DEFINE_list("stages", ["end", "masks", "engine", "jump"], "what to run")
 _SAMPLES = flags.DEFINE_integer("samples", 5, "samples a schema")
 _ROWS = flags.DEFINE_integer("rows", 32, "rows of the engine stage")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "tokens a row of the engine stage")
@@ -213,6 +215,60 @@ def time_engine(llm: LLM) -> None:
     )
 
 
+LONG_KEYS = {
+    "customer_account_identifier": {"type": "integer", "minimum": 0, "maximum": 9999},
+    "preferred_delivery_method": {"enum": ["courier", "collection", "letter"]},
+    "total_amount_in_euro_cents": {"type": "integer", "minimum": 0, "maximum": 99999},
+    "has_accepted_terms_and_conditions": {"type": "boolean"},
+    "name_of_the_contact_person": {"type": "string", "maxLength": 12},
+    "number_of_articles_ordered": {"type": "integer", "minimum": 1, "maximum": 99},
+}
+
+
+def time_jumps(llm: LLM, rows: int, *, compact: bool) -> None:
+    """Report seconds and steps with forced tokens taken as input beside all sampled, in turns."""
+    schema = {"type": "object", "properties": LONG_KEYS, "required": list(LONG_KEYS)}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": not compact}}
+    prompts = [[100 + i, *range(300, 316)] for i in range(rows)]
+    params = [SamplingParams(seed=i, max_tokens=160) for i in range(rows)]
+    engine, jumping = llm.engine, llm.engine.grammars.forced
+    ways = {"sampled": lambda _: (), "jumped": jumping}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
+    steps, texts = {}, {}
+    for round_ in range(_ROUNDS.value + 1):
+        for way in sorted(ways, reverse=bool(round_ % 2)):
+            engine.grammars.forced = ways[way]
+            before, start, used = engine.stats().steps, time.perf_counter(), time.process_time()
+            outputs = llm.generate(prompts, params, grammar=Grammar.json_schema(schema))
+            texts[way] = [o.outputs[0].token_ids for o in outputs]
+            steps[way] = engine.stats().steps - before
+            if round_:  # the first one compiles
+                seconds[way].append(time.perf_counter() - start)
+                cpu[way].append(time.process_time() - used)
+    engine.grammars.forced = jumping
+    if texts["sampled"] != texts["jumped"]:
+        raise RuntimeError("forced tokens taken as input changed the answer")
+    made = sum(map(len, texts["jumped"]))
+    report(
+        stage="jump",
+        rows=rows,
+        compact=compact,
+        tokens=made,
+        steps=steps,
+        seconds={way: [round(x, 3) for x in found] for way, found in seconds.items()},
+        tokens_per_second={w: round(made / statistics.median(x), 1) for w, x in seconds.items()},
+        speedup=_ratio(seconds),
+        cpu_speedup=_ratio(cpu),
+    )
+
+
+def _ratio(costs: dict[str, list[float]]) -> float:
+    """How many times cheaper jumping is, the median over rounds."""
+    pairs = zip(costs["sampled"], costs["jumped"], strict=True)
+    return round(statistics.median(slow / fast for slow, fast in pairs), 2)
+
+
 def masks_and_ends(sizes: dict[str, Any]) -> None:
     """The first two stages; the texts of one serve the other."""
     llm = LLM("smollm2", **sizes)
@@ -235,6 +291,11 @@ def main(_: list[str]) -> None:
     if "engine" in _STAGES.value:
         for steps in _STEPS.value:
             time_engine(LLM("smollm2", max_decode_steps=int(steps), **sizes))
+    if "jump" in _STAGES.value:
+        llm = LLM("smollm2", **sizes)
+        for rows in (1, 8):
+            for compact in (True, False):
+                time_jumps(llm, rows, compact=compact)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,8 @@ class Engine:
         self._admit_compiled()
         batch = None
         if self._gate != "shut":
-            batch = self.scheduler.schedule(self._clock(), self.pace.steps())
+            steps, forced = self.pace.steps(), self.grammars.forced
+            batch = self.scheduler.schedule(self._clock(), steps, forced)
         begun = self._begin(batch) if batch else None
         previous, self._in_flight = self._in_flight, None
         if previous:

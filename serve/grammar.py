@@ -37,6 +37,7 @@ class Grammars:
         self._jobs: dict[str, Job] = {}
         self._matchers: dict[str, LLMatcher] = {}
         self._failures: dict[str, str] = {}
+        self._forced: dict[str, list[int]] = {}
         self._executor: LLExecutor | None = None
 
     def start(self, request: Request) -> None:
@@ -75,6 +76,16 @@ class Grammars:
         self._jobs.pop(request_id, None)
         self._matchers.pop(request_id, None)
         self._failures.pop(request_id, None)
+        self._forced.pop(request_id, None)
+
+    def forced(self, request_id: str) -> Sequence[int]:
+        """The tokens that must follow the committed ones, one by one the only ones allowed."""
+        found = self._forced.get(request_id)
+        if found is None:
+            with panics_are_errors("the grammar library"):
+                found = self._matchers[request_id].compute_ff_tokens()
+            self._forced[request_id] = found
+        return found
 
     def constrain(self, batch: ScheduledBatch) -> bool:
         """Whether some row of the batch samples under a grammar."""
@@ -86,7 +97,7 @@ class Grammars:
         """What the rows of a batch may draw, u32[rows, words]: see SamplingBatch.mask.
 
         llguidance fills the rows in its own threads; rows without a grammar, rows whose sample has
-        ended meanwhile and padding allow everything.
+        ended meanwhile or ends with its forced tokens, and padding allow everything.
         """
         mask = np.full((rows, mask_words(self._vocab_size)), ALL_ONES, np.uint32)
         todo = [
@@ -94,11 +105,19 @@ class Grammars:
             for index, row in enumerate(batch.rows)
             if row.samples and row.request_id in self._matchers
         ]
-        if todo:
-            self._fill(todo, mask)
+        ahead = [(m, list(batch.rows[i].forced)) for m, i in todo if batch.rows[i].forced]
+        with panics_are_errors("the grammar library"):
+            for matcher, forced in ahead:
+                matcher.consume_tokens(forced)
+        if goes_on := [(matcher, index) for matcher, index in todo if not matcher.is_stopped()]:
+            self._fill(goes_on, mask)
         for matcher, index in todo:
             if matcher.is_error():
                 self._failures[batch.rows[index].request_id] = reason(matcher)
+        with panics_are_errors("the grammar library"):
+            for matcher, forced in ahead:
+                if not matcher.is_error():
+                    matcher.rollback(len(forced))
         return mask
 
     def _fill(self, todo: list[tuple["LLMatcher", int]], mask: np.ndarray) -> None:
@@ -131,14 +150,18 @@ class Grammars:
                 self._take(row.request, matcher, result)
 
     def _take(self, request: Request, matcher: "LLMatcher", result: RowResult) -> None:
-        (token,) = result.token_ids
+        """Follow the drawn tokens; of those behind the grammar's end none counts."""
         failure = self._failures.get(request.request_id)
-        if failure is None and token in request.stop_ids:
-            return
-        with panics_are_errors("the grammar library"):
-            if failure is None and not matcher.consume_token(token):
-                failure = reason(matcher)
-        if failure is not None:
-            result.error, result.invalid = f"grammar: {failure}", True
-            return
-        result.complete = matcher.is_stopped()
+        for count, token in enumerate(result.token_ids, 1):
+            if failure is None and token in request.stop_ids:
+                return
+            with panics_are_errors("the grammar library"):
+                if failure is None and not matcher.consume_token(token):
+                    failure = reason(matcher)
+            if failure is not None:
+                result.error, result.invalid = f"grammar: {failure}", True
+                return
+            if matcher.is_stopped():
+                result.token_ids, result.complete = result.token_ids[:count], True
+                return
+        self._forced.pop(request.request_id, None)

@@ -182,6 +182,11 @@ def _json_source(schema: object) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a JSON schema is an object or true")
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise GrammarError("x-guidance must be an object of llguidance's options")
+    if options.get("whitespace_flexible") is False:  # a pattern would win over it
+        return LLMatcher.grammar_from_json_schema(schema)
     return LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
 
 

@@ -126,7 +126,7 @@ class InFlight:
             logprobs = tuple(
                 _logprob(int(step[TOKEN]), step[2:], self.flags.logprobs, asked) for step in drawn
             )
-        return RowResult(tuple(drawn[:, TOKEN].tolist()), logprobs, prompt_logprobs)
+        return RowResult((*row.forced, *drawn[:, TOKEN].tolist()), logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, row: ScheduledRow, columns: np.ndarray) -> tuple[TokenLogprob, ...]:
         asked = row.request.params.prompt_logprobs

@@ -86,7 +86,8 @@ class StructuredBody(BaseModel):
 
     Attributes:
         response_format: OpenAI's: text, json_object or json_schema.
-        structured_outputs: vLLM's: one of json, json_object, regex, choice, grammar.
+        structured_outputs: vLLM's: one of json, json_object, regex, choice, grammar; and
+            disable_any_whitespace beside the first two.
         guided_json, guided_regex, guided_choice, guided_grammar: older vLLM's.
     """
 

@@ -41,6 +41,7 @@ class RequestState:
         pending: of these, the ones in flight.
         plain: its sampling may run several steps in one dispatch.
         reasoning: follows a bound of its reasoning; None without one.
+        jumps: tokens that its grammar forces need not be sampled: nothing else looks at them.
         decoding: every known token is computed or in flight, so that one token a step follows.
         fresh: the next row is the first since admission.
         chain: digests of its full pages; None when its pages must not be shared.
@@ -69,6 +70,7 @@ class RequestState:
         "finished",
         "first_token",
         "fresh",
+        "jumps",
         "limit",
         "next_full",
         "pending",
@@ -105,6 +107,7 @@ class RequestState:
         self.drawn = 0
         self.pending = 0
         self.plain = params.is_plain and request.grammar is None
+        self.jumps = params.is_plain and request.grammar is not None and request.thinking is None
         self.reasoning = Reasoning(request.thinking) if request.thinking else None
         self.finished = False
         self.chain: PageChain | None = None
@@ -136,6 +139,33 @@ class RequestState:
         """Its reasoning, if the next token drawn may have to end it."""
         reasoning = self.reasoning
         return reasoning if reasoning is not None and self.drawn >= reasoning.free else None
+
+    def decode_row(self, steps: int, follow: tuple[int, ...]) -> ScheduledRow:
+        """Its next row; of `follow`, known to come behind the committed tokens, it draws what is
+        not pending, and then samples."""
+        inputs = (self.tokens[-1], *follow)[self.pending :]
+        ahead = follow[self.pending :]
+        row = ScheduledRow(
+            self.request_id,
+            self.slot,
+            self.computed,
+            inputs,
+            not inputs,
+            steps,
+            True,
+            self.table.view,
+            False,
+            self.prompt_len,
+            self.drawn + len(ahead),
+            self.request,
+            (),
+            ahead,
+            self.closing,
+        )
+        self.computed += row.draws
+        self.drawn += row.draws
+        self.pending += row.draws
+        return row
 
     @property
     def may_hit(self) -> bool:
@@ -181,7 +211,7 @@ class RequestState:
         if not row.samples:
             scored = self.limit == 0 and row.start + row.query_len == self.prompt_len
             return self.event(finish_reason=FINISH_LENGTH) if scored else None
-        self.pending -= row.num_steps
+        self.pending -= row.draws
         return self._accept_tokens(row, result)
 
     def _accept_tokens(self, row: ScheduledRow, result: RowResult) -> TokenEvent:
@@ -191,8 +221,8 @@ class RequestState:
             tokens = tokens[:count]
             self.tokens.extend(tokens)
             return self.event(tokens, result.logprobs[:count], FINISH_STOP, tokens[-1])
-        if len(tokens) != row.num_steps:
-            error = f"{len(tokens)} tokens came back for {row.num_steps} steps"
+        if len(tokens) != row.draws and not result.complete:
+            error = f"{len(tokens)} tokens came back for {row.draws} draws"
             return self.event(finish_reason=FINISH_ERROR, error=error)
         self.tokens.extend(tokens)
         if self.reasoning is not None:

@@ -15,7 +15,7 @@ are `a`, it ends within (a + 1) * (max_num_seqs + 1) * max_model_len dispatches,
 after.
 
 Overlap. A batch may be scheduled while the one before is in flight. Its rows' last tokens are then
-on the device, but their number is known: a row that does not stop yields exactly `num_steps`. If it
+on the device, but their number is known: a row that does not stop yields exactly its `draws`. If it
 did stop, the later row was for nothing and its result is dropped. The device runs dispatches in
 order, so pages and slots are free for the next dispatch the moment a request leaves.
 """
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from octavo.cache.blocks import pages_for
 from octavo.serve.admission import refuse_if_impossible
+from octavo.serve.jump import Forced, jumps, nothing_forced
 from octavo.serve.queue import WaitingQueue
 from octavo.serve.request_state import NO_SLOT, Flight, RequestState
 from octavo.serve.rows import Rows
@@ -155,10 +156,13 @@ class Scheduler:
         """Pages for `tokens` tokens outside any request, i32; ValueError if too few are left."""
         return self._rows.borrow_pages(tokens)
 
-    def schedule(self, now: float, most_steps: int | None = None) -> ScheduledBatch | None:
+    def schedule(
+        self, now: float, most_steps: int | None = None, forced: Forced = nothing_forced
+    ) -> ScheduledBatch | None:
         """The next batch to dispatch, decode rows first; None if nothing can run before a commit.
 
-        `most_steps` lowers the config's max_decode_steps for this batch.
+        `most_steps` lowers the config's max_decode_steps for this batch; `forced` tells the tokens
+        that must follow a request's committed ones.
 
         Raises:
             RuntimeError: as many batches are in flight as may be (1, or 2 under overlap).
@@ -168,7 +172,7 @@ class Scheduler:
         rows: list[ScheduledRow] = []
         states: list[RequestState] = []
         steps = self._choose_steps(most_steps)
-        self._schedule_decodes(steps, rows, states)
+        self._schedule_decodes(steps, rows, states, forced)
         prefilled = self._schedule_prefills(rows, states, now)
         self._waiting.rate.note(now, prefilled, waiting=bool(self._waiting) and not self._closed)
         if not rows:
@@ -221,7 +225,7 @@ class Scheduler:
             tokens = sum(row.query_len for row in flight.batch.rows)
             assert tokens <= self.config.max_batch_tokens, "a batch exceeds the token budget"
             for row, state in zip(flight.batch.rows, flight.states):
-                pending[id(state)] = pending.get(id(state), 0) + row.num_steps * row.samples
+                pending[id(state)] = pending.get(id(state), 0) + row.draws * row.samples
         for state in self._states.values():
             state.check(pending.get(id(state), 0), self.config.page_size)
 
@@ -241,10 +245,11 @@ class Scheduler:
         return not first.pending and self._rows.fits(first, self._rows.hits(first))
 
     def _schedule_decodes(
-        self, most: int, rows: list[ScheduledRow], states: list[RequestState]
+        self, most: int, rows: list[ScheduledRow], states: list[RequestState], forced: Forced
     ) -> None:
         """Add every decode row, lowest rank first; the highest ranks lose their rows for pages."""
         running = self._rows.running
+        follows = jumps(running, forced, self.config.max_batch_tokens - len(running))
         index = 0
         while index < len(running):
             state = running[index]
@@ -252,32 +257,12 @@ class Scheduler:
             steps = min(most, state.limit - state.drawn)
             if steps <= 0 or not state.decoding:
                 continue
-            start = state.computed
-            end = start + steps
+            follow = follows.get(state.request_id, ())
+            end = state.computed + steps + len(follow[state.pending :])
             if end > state.room and not self._make_room(state, end):
                 continue
-            in_flight = state.pending > 0
-            rows.append(
-                ScheduledRow(
-                    state.request_id,
-                    state.slot,
-                    start,
-                    () if in_flight else (state.tokens[-1],),
-                    in_flight,
-                    steps,
-                    True,
-                    state.table.view,
-                    False,
-                    state.prompt_len,
-                    state.drawn,
-                    state.request,
-                    reasoning=state.closing,
-                )
-            )
+            rows.append(state.decode_row(steps, follow))
             states.append(state)
-            state.computed = end
-            state.drawn += steps
-            state.pending += steps
 
     def _make_room(self, state: RequestState, tokens: int) -> bool:
         """Grow a row's table, preempting from the highest rank; False if it lost its own row.
@@ -314,7 +299,7 @@ class Scheduler:
         return most - budget
 
     def _tokens_for_prefill(self, rows: list[ScheduledRow]) -> int:
-        budget = self.config.max_batch_tokens - len(rows)
+        budget = self.config.max_batch_tokens - len(rows) - sum(len(row.forced) for row in rows)
         if self._prefill_budget is not None:
             allowed = self._prefill_budget(len(rows), sum(row.start + 1 for row in rows))
             budget = min(budget, max(allowed, self.config.page_size))

@@ -4,6 +4,7 @@ All of them say the same in the words of the OpenAI API, of vLLM and of older vL
 without the model's tokens is refused here; the engine compiles the rest.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from octavo.serve.types import Grammar, TokenEvent
 
 FORMATS = ("text", "json_object", "json_schema")
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
+COMPACT = "disable_any_whitespace"
+OPTIONS = "x-guidance"
 GUIDED = {f"guided_{kind}": kind for kind in KINDS if kind != "json_object"}
 
 
@@ -78,10 +81,40 @@ def _structured_outputs(field: str, value: Any) -> Grammar | None:
     if not isinstance(value, Mapping):
         raise invalid(f"{field} must be an object, not {shown(value)}", field)
     asked = {key: item for key, item in value.items() if item is not None and item is not False}
-    _only(field, asked, set(KINDS))
+    _only(field, asked, {*KINDS, COMPACT})
+    if COMPACT in asked:
+        asked = _compact(field, asked)
     if len(asked) > 1:
         raise invalid(f"{field}: {' and '.join(asked)} exclude each other", field)
     return next((_made(field, kind, item) for kind, item in asked.items()), None)
+
+
+def _compact(field: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """What is asked with COMPACT: a schema whose llguidance options forbid blanks."""
+    if asked.pop(COMPACT) is not True:
+        raise invalid(f"{field}: {COMPACT} must be true or false", field)
+    match asked:
+        case {"json_object": True, **rest} if not rest:
+            schema = {"type": "object"}
+        case {"json": schema, **rest} if not rest:
+            schema = _schema(field, schema)
+        case _:
+            raise invalid(f"{field}: {COMPACT} goes with json or json_object alone", field)
+    options = schema.get(OPTIONS, {})
+    if not isinstance(options, Mapping):
+        raise invalid(f"{field}: {OPTIONS} must be an object", field)
+    return {"json": {**schema, OPTIONS: {**options, "whitespace_flexible": False}}}
+
+
+def _schema(field: str, value: Any) -> Mapping[str, Any]:
+    """A schema, given as an object or as text, as an object."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, Mapping):
+        raise invalid(f"{field}: {_WANTED['json']}", field)
+    return schema
 
 
 def _guided(field: str, value: Any) -> Grammar | None:

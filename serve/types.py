@@ -173,10 +173,12 @@ class ScheduledRow:
         reset: the row's device state (penalty counts, ...) must be built anew from
             the prompt and `emitted`: True on the first chunk after admission or preemption.
         emitted: tokens sampled before a preemption, on a reset row; else empty.
+        forced: the last of `tokens`, which the row's grammar leaves no choice for: drawn by this
+            dispatch without being sampled, before the token that is.
         reasoning: set where the drawn token may have to be the one that ends the reasoning; it
             knows which once every batch before this one is committed.
         prompt_len: tokens of the prompt proper (emitted tokens being recomputed not counted).
-        generated: tokens sampled before this dispatch, those in flight included.
+        generated: tokens of the sample before the one this dispatch samples, in flight or not.
     """
 
     request_id: str
@@ -192,7 +194,13 @@ class ScheduledRow:
     generated: int
     request: Request
     emitted: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
     reasoning: Reasoning | None = None
+
+    @property
+    def draws(self) -> int:
+        """Tokens that the dispatch adds to a sample that does not end in it."""
+        return self.num_steps + len(self.forced)
 
     @property
     def query_len(self) -> int:
@@ -226,13 +234,13 @@ class ScheduledBatch:
 class RowResult:
     """What the device returned for one row of a batch.
 
-    token_ids holds row.num_steps tokens, fewer only when the last is a stop id; it is empty for a
-    row that did not sample. prompt_logprobs, when asked for, holds the entries of the prompt
-    tokens at start + 1 .. min(start + query_len, prompt_len - 1), which this chunk's logits
-    predict. `error` fails the request alone (NaN logits); `invalid` says that the request asked
-    for it. `complete` ends the sample with its tokens: its grammar allows nothing more.
-    `pooled` f32[E] is the sum of the chunk's hidden states that count for a pooling request, None
-    where none does.
+    token_ids holds row.draws tokens, the forced ones first, fewer only when the last is a stop id
+    or `complete`; it is empty for a row that did not sample. prompt_logprobs, when asked for, holds
+    the entries of the prompt tokens at start + 1 .. min(start + query_len, prompt_len - 1), which
+    this chunk's logits predict. `error` fails the request alone (NaN logits); `invalid` says that
+    the request asked for it. `complete` ends the sample with its tokens: its grammar allows nothing
+    more. `pooled` f32[E] is the sum of the chunk's hidden states that count for a pooling request,
+    None where none does.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -161,6 +161,17 @@ def test_complete_text_ends_with_stop_even_at_the_limit():
     assert last["t"].finish_reason == (FINISH_LENGTH if limit > 1 else FINISH_STOP)
 
 
+def test_a_schema_may_rule_out_whitespace():
+    own = {"x-guidance": {"whitespace_flexible": False}}
+    grammar = Grammar.json_schema({**SCHEMA, **own})
+    batch = [Request(f"{seed}", (5, 6), sampled(seed), grammar=grammar) for seed in range(6)]
+    tokens, last = run(tiny_engine(eos_ids=(EOS,)), batch)
+    ended = [text_of(tokens[id_]) for id_ in tokens if last[id_].finish_reason == FINISH_STOP]
+    assert len(ended) > 2
+    for text in ended:
+        assert not re.search(r"\s", re.sub(r'"name":"([^"\\]|\\.)*"', "", text)), text
+
+
 def test_text_that_may_go_on_ends_by_drawing_the_end():
     engine = tiny_engine(eos_ids=(EOS,))
     bias = {EOS: 100.0}
@@ -209,6 +220,9 @@ def test_samples_of_one_prompt_share_a_compile_and_differ(monkeypatch):
         (Grammar.json_schema('{"properties":{"a":' * 3000 + "{}" + "}}" * 3000), "recursion"),
         (Grammar.json_schema("{"), "not JSON"),
         (Grammar.json_schema("7"), "object or true"),
+        (Grammar.json_schema({"x-guidance": 5}), "x-guidance must be an object"),
+        (Grammar.json_schema({"x-guidance": {"no_such_option": 5}}), "no_such_option"),
+        (Grammar.json_schema({"x-guidance": {"whitespace_flexible": "no"}}), "a boolean"),
         (Grammar.regex("(a"), "unclosed"),
         (Grammar.regex("(" * 20000 + ")" * 20000), "nest"),
         (Grammar.regex("(x?){5000}x{5000}"), "too many"),

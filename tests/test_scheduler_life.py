@@ -216,7 +216,7 @@ def test_a_device_that_breaks_its_word_fails_the_request():
     loop.add(request("a"))
     batch = loop.scheduler.schedule(0.0)
     (event,) = loop.scheduler.commit(batch, [RowResult(())], 0.0)
-    assert event.error == "0 tokens came back for 1 steps"
+    assert event.error == "0 tokens came back for 1 draws"
     loop.add(request("b", prompt_logprobs=0))
     batch = loop.scheduler.schedule(0.0)
     (event,) = loop.scheduler.commit(batch, [RowResult((1,))], 0.0)

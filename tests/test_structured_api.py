@@ -57,6 +57,30 @@ def test_what_is_asked_reaches_the_engine(srv, fields, written):
     assert [c["text"] for c in completion["choices"]] == [written, written]
 
 
+DENSE_SCHEMA = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
+DENSE_OBJECT = {"type": "object", "x-guidance": {"whitespace_flexible": False}}
+OPTIONS = {"key_separator": ": "}
+
+
+@pytest.mark.parametrize(
+    ("asked", "schema"),
+    [
+        ({"json": SCHEMA}, DENSE_SCHEMA),
+        ({"json": WRITTEN}, DENSE_SCHEMA),
+        ({"json_object": True}, DENSE_OBJECT),
+        (
+            {"json": {"x-guidance": OPTIONS}},
+            {"x-guidance": {**OPTIONS, "whitespace_flexible": False}},
+        ),
+    ],
+)
+def test_json_without_whitespace(srv, asked, schema):
+    fields = {"structured_outputs": {"disable_any_whitespace": True, **asked}}
+    chat = srv.good(srv.chat("hi", max_tokens=400, **fields))
+    written = json.dumps(schema, ensure_ascii=False)
+    assert chat["choices"][0]["message"]["content"] == f"json_schema {written}"
+
+
 REFUSED = [
     ({"response_format": "json"}, "response_format"),
     ({"response_format": []}, "response_format"),
@@ -76,6 +100,20 @@ REFUSED = [
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs"),
     ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs"),
+    *[
+        ({"structured_outputs": {"disable_any_whitespace": True, **asked}}, "structured_outputs")
+        for asked in (
+            {"regex": "a"},
+            {"json": SCHEMA, "json_object": True},
+            {"json": "{"},
+            {"json": 5},
+            {"json": "[" * 60_000},
+            {"json_object": 1},
+            {"json": {"x-guidance": 5}},
+        )
+    ],
+    ({"structured_outputs": {"disable_any_whitespace": "yes", "json": {}}}, "structured_outputs"),
     ({"guided_json": 5}, "guided_json"),
     ({"guided_regex": ["a"]}, "guided_regex"),
     ({"guided_choice": "yes"}, "guided_choice"),
