@@ -20,8 +20,8 @@ from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
 from octavo.serve.metrics import Recorder, ServerCollector
+from octavo.serve.objects import Identity
 from octavo.serve.prompts import PromptEncoder, Tokenizer
-from octavo.serve.responses import Identity
 from octavo.serve.timing import Visit
 from octavo.serve.tracing import Tracing, tracing_to
 from octavo.serve.wire import Ready

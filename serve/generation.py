@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from octavo.serve import errors, responses
+from octavo.serve import errors, objects
 from octavo.serve.client import Call, EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.echo import echo_tokens
@@ -78,7 +78,7 @@ class Generation:
         client: EngineClient,
         recorder: Recorder,
         table: TokenTable | None,
-        identity: responses.Identity,
+        identity: objects.Identity,
         wanted: Wanted,
         visit: Visit | None = None,
     ) -> None:
@@ -89,13 +89,13 @@ class Generation:
         self._wanted = wanted
         self._visit = visit or Visit()
         self._running: dict[str, Choice] = {}
-        self._writers: list[responses.ChunkWriter] = []
+        self._writers: list[objects.ChunkWriter] = []
         self._greeted: set[int] = set()
         self.choices: list[Choice] = []
         self.call: Call | None = None
 
     @property
-    def _identity(self) -> responses.Identity:
+    def _identity(self) -> objects.Identity:
         """What the answer says of itself, once its weights are known: after the first news."""
         return self._unsaid.under(self.call.epoch if self.call is not None else 0)
 
@@ -214,18 +214,18 @@ class Generation:
         """What a stream says before the first news: of choices that want no token, all."""
         with_usage, chat = self._wanted.usage, self._wanted.chat
         self._writers = [
-            responses.ChunkWriter(self._identity, c.index, chat=chat, with_usage=with_usage)
+            objects.ChunkWriter(self._identity, c.index, chat=chat, with_usage=with_usage)
             for c in self.choices
         ]
         done = [c for c in self.choices if c.finish_reason is not None]
         return b"".join(self._greet(c) + self._last(c, Delta(), c.finish_reason) for c in done)
 
     def _closing(self) -> bytes:
-        return (self._usage_event() if self._wanted.usage else b"") + responses.SSE_DONE
+        return (self._usage_event() if self._wanted.usage else b"") + objects.SSE_DONE
 
     def failed(self, error: ApiError) -> bytes:
         """What ends a stream that `error` cuts short."""
-        return responses.sse({"error": error.fields()}) + responses.SSE_DONE
+        return objects.sse({"error": error.fields()}) + objects.SSE_DONE
 
     def _advance(self, event: TokenEvent) -> list[tuple[Choice, Delta]]:
         """Deltas of one event, with timings recorded and the engine told of stop strings."""
@@ -309,8 +309,8 @@ class Generation:
         top_n = self._wanted.logprobs or 0
         assert self._table is not None
         if self._wanted.chat:
-            return responses.chat_logprobs(tokens, top_n, self._table)
-        return responses.completion_logprobs(tokens, top_n, self._table, offset)
+            return objects.chat_logprobs(tokens, top_n, self._table)
+        return objects.completion_logprobs(tokens, top_n, self._table, offset)
 
     def _echo_chars(self, choice: Choice) -> int:
         return len(self.prompt_text(choice)[0]) if self._wanted.echo else 0
@@ -328,7 +328,7 @@ class Generation:
         """Tokens of the whole request: each prompt once, every sample's output."""
         firsts = {id(c.prompt): c for c in reversed(self.choices)}.values()
         cached = sum(c.sample.cached_tokens for c in firsts)
-        usage = responses.usage(
+        usage = objects.usage(
             sum(len(c.prompt.ids) for c in firsts),
             sum(c.sample.completion_tokens for c in self.choices),
             cached,
@@ -339,7 +339,7 @@ class Generation:
 
     def _usage_event(self) -> bytes:
         kind = "chat.completion.chunk" if self._wanted.chat else "text_completion"
-        return responses.sse({**self._identity.fields(kind), "choices": [], "usage": self.usage()})
+        return objects.sse({**self._identity.fields(kind), "choices": [], "usage": self.usage()})
 
     def answer(self) -> bytes:
         """The whole answer once `collect` is done."""
@@ -350,7 +350,7 @@ class Generation:
         body["usage"] = self.usage()
         if self._wanted.chat:
             body.update(self._prompt_extras(self.choices[0]))
-        return responses.to_json(body)
+        return objects.to_json(body)
 
     def _chat_choice(self, choice: Choice) -> dict[str, Any]:
         out: dict[str, Any] = {
@@ -391,7 +391,7 @@ class Generation:
         if self._wanted.token_ids:
             extras["prompt_token_ids"] = choice.prompt.ids
         if self._wanted.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = responses.prompt_logprobs_by_id(
+            extras["prompt_logprobs"] = objects.prompt_logprobs_by_id(
                 choice.prompt.ids,
                 choice.sample.prompt_logprobs or (),
                 self._wanted.prompt_logprobs,

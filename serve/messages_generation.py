@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from octavo.serve import responses
+from octavo.serve import objects
 from octavo.serve.answer_parser import (
     AnswerEvent,
     CallArguments,
@@ -13,8 +13,8 @@ from octavo.serve.answer_parser import (
 )
 from octavo.serve.errors import ApiError
 from octavo.serve.generation import Choice
+from octavo.serve.objects import event
 from octavo.serve.output import Delta
-from octavo.serve.responses import event
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.types import FINISH_LENGTH
 
@@ -110,7 +110,7 @@ class MessagesGeneration(SplitGeneration):
         self.blocks = Blocks()
         self.blocks.write(self._answers[0].events)
         self.blocks.close()
-        return responses.to_json(self._message())
+        return objects.to_json(self._message())
 
     def _message(self, *, started: bool = False) -> dict[str, Any]:
         reason, sequence = (None, None) if started else self._stop()

@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict
 
 from octavo.sampling.shown import shown
-from octavo.serve import errors, responses
+from octavo.serve import errors, objects
 from octavo.serve import types as engine
 from octavo.serve.answering import Guard
 from octavo.serve.bodies import parse_body, take
@@ -98,4 +98,4 @@ async def run_prompts(
 def prompt_usage(requests: Sequence[engine.Request], ends: Sequence[TokenEvent]) -> dict[str, Any]:
     """Tokens read, and how many of them the prefix cache had."""
     read = sum(len(one.prompt) for one in requests)
-    return responses.usage(read, 0, sum(end.cached_tokens for end in ends))
+    return objects.usage(read, 0, sum(end.cached_tokens for end in ends))

@@ -3,15 +3,15 @@
 import time
 from typing import Any
 
-from octavo.serve import responses
+from octavo.serve import objects
 from octavo.serve.chat_formats import AnswerPlan
 from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
 from octavo.serve.generation import Choice, Wanted
 from octavo.serve.metrics import Recorder
+from octavo.serve.objects import Identity
 from octavo.serve.output import Delta, TokenText
-from octavo.serve.responses import Identity
 from octavo.serve.responses_output import EventWriter, OutputItems
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.timing import Visit
@@ -68,7 +68,7 @@ class ResponsesGeneration(SplitGeneration):
         """The whole response once `collect` is done."""
         status = self._status()
         self._output.close(status)
-        return responses.to_json(self._response(status))
+        return objects.to_json(self._response(status))
 
     def _status(self) -> str:
         cut = self._answers[0].finish_reason == FINISH_LENGTH

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from octavo.serve import responses
+from octavo.serve import objects
 from octavo.serve.answer_parser import (
     AnswerEvent,
     CallArguments,
@@ -28,7 +28,7 @@ class EventWriter:
     def write(self, kind: str, **fields: Any) -> bytes:
         """The event `response.KIND`."""
         number, self._next = self._next, self._next + 1
-        return responses.event(f"response.{kind}", {**fields, "sequence_number": number})
+        return objects.event(f"response.{kind}", {**fields, "sequence_number": number})
 
 
 class OutputItems:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from octavo.sampling.shown import shown
-from octavo.serve import errors, responses
+from octavo.serve import errors, objects
 from octavo.serve.bodies import parse_body, take
 from octavo.serve.context import ServerContext, context_of
 from octavo.serve.openapi import request_schema
@@ -37,7 +37,7 @@ def _context(request: Request) -> ServerContext:
 
 
 def _json(value: object) -> Response:
-    return Response(responses.to_json(value), media_type="application/json")
+    return Response(objects.to_json(value), media_type="application/json")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from octavo.sampling.shown import shown
-from octavo.serve import errors, responses
+from octavo.serve import errors, objects
 from octavo.serve import types as engine
 from octavo.serve.embedding import PROMPT_ONLY, check_pooling, unit_vector
 from octavo.serve.prompt_only import (
@@ -72,7 +72,7 @@ async def embeddings(request: Request) -> Response:
         "data": data,
         "usage": prompt_usage(requests, ends),
     }
-    return Response(responses.to_json(fields), media_type="application/json")
+    return Response(objects.to_json(fields), media_type="application/json")
 
 
 def _encoded(end: TokenEvent, encoding: str) -> list[float] | str:

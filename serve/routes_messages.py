@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from octavo.sampling.shown import shown
-from octavo.serve import errors, responses
+from octavo.serve import errors, objects
 from octavo.serve.answering import add_samples, answer
 from octavo.serve.bodies import parse_body, take
 from octavo.serve.chat_formats import PLAIN
@@ -56,5 +56,5 @@ async def count_tokens(request: Request) -> Response:
     context.check_model(body.model)
     prompt, _ = await plan_chat(context, chat, None)
     return Response(
-        responses.to_json({"input_tokens": len(prompt.ids)}), media_type="application/json"
+        objects.to_json({"input_tokens": len(prompt.ids)}), media_type="application/json"
     )

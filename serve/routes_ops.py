@@ -4,7 +4,7 @@ import sys
 
 from fastapi import APIRouter, Request, Response
 
-from octavo.serve import responses
+from octavo.serve import objects
 from octavo.serve.bodies import parse_body, take
 from octavo.serve.context import ServerContext, context_of, read_body
 from octavo.serve.errors import invalid, unknown_model
@@ -20,7 +20,7 @@ router = APIRouter()
 
 
 def _json(value: object, status: int = 200) -> Response:
-    return Response(responses.to_json(value), status, media_type="application/json")
+    return Response(objects.to_json(value), status, media_type="application/json")
 
 
 def _card(context: ServerContext, name: str, ready: Ready) -> dict[str, object]:

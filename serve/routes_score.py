@@ -6,9 +6,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from octavo.sampling.params import SamplingParams
-from octavo.serve import errors, responses
+from octavo.serve import errors, objects
 from octavo.serve import types as engine
 from octavo.serve.context import ServerContext
+from octavo.serve.objects import LOWEST_LOGPROB
 from octavo.serve.prompt_only import (
     PromptBody,
     check_ids,
@@ -17,7 +18,6 @@ from octavo.serve.prompt_only import (
     run_prompts,
     schema,
 )
-from octavo.serve.responses import LOWEST_LOGPROB
 from octavo.serve.types import TokenEvent
 from octavo.serve.wire import Ready
 
@@ -68,7 +68,7 @@ async def score(request: Request) -> Response:
         "data": data,
         "usage": prompt_usage(requests, ends),
     }
-    return Response(responses.to_json(fields), media_type="application/json")
+    return Response(objects.to_json(fields), media_type="application/json")
 
 
 def _either(body: ScoreBody, name: str, other: str) -> Any:

@@ -16,9 +16,9 @@ from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.generation import Choice, Generation, Wanted
 from octavo.serve.metrics import Recorder
+from octavo.serve.objects import Identity
 from octavo.serve.output import Delta
 from octavo.serve.prompts import Prompt
-from octavo.serve.responses import Identity
 from octavo.serve.timing import Visit
 from octavo.serve.types import FINISH_LENGTH, FINISH_STOP, Request, TokenEvent
 

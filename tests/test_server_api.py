@@ -19,8 +19,8 @@ from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
 from octavo.serve.generation import Generation, Wanted
 from octavo.serve.metrics import Recorder
+from octavo.serve.objects import Identity
 from octavo.serve.prompts import Prompt
-from octavo.serve.responses import Identity
 from octavo.serve.types import Request, TokenEvent
 
 

@@ -1,4 +1,4 @@
-"""Answers as JSON and server-sent events, written straight to bytes.
+"""The API's answer objects as JSON and server-sent events, written straight to bytes.
 
 A stream's events differ only in a few places, so a `ChunkWriter` prepares everything else once a
 choice and a token costs one string concatenation. Strings are escaped to ASCII: some clients split
