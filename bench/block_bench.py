@@ -29,12 +29,12 @@ from octavo.model.block_plan import BlockPlan, BlockTuning, Product
 from octavo.model.config import ModelConfig
 from octavo.model.decode_block import (
     MAX_ROWS,
-    TUNING,
     between_attentions,
     between_reference,
     launch_block,
     pad_rows,
     plan_for,
+    tuning_for,
 )
 from octavo.model.families import config_from_hf
 from octavo.model.mosaic_block import no_arrivals
@@ -166,13 +166,13 @@ def seconds_per_layer(case: Case, compiled: jax.stages.Compiled, arguments: tupl
 
 def variants(case: Case) -> Iterator[tuple[str, BlockTuning, BlockPlan]]:
     """Name, tuning and cuts of what is timed: what is in use first."""
-    plan = plan_for(case.config, last=False)
-    yield "in use", TUNING, plan
+    plan, tuning = plan_for(case.config, last=False), tuning_for(case.rows)
+    yield "in use", tuning, plan
     if not _SWEEP.value or case.rows not in SWEPT_ROWS:
         return
-    yield "132 blocks", replace(TUNING, num_blocks=132), plan
+    yield "132 blocks", replace(tuning, num_blocks=132), plan
     for ring, rows in ((21, 3), (18, 6), (16, 8), (12, 4), (8, 4)):
-        yield f"rings {ring}, {rows}", replace(TUNING, ring=ring, activation_ring=rows), plan
+        yield f"rings {ring}, {rows}", replace(tuning, ring=ring, activation_ring=rows), plan
     for name in MATRICES:
         for tiles, splits in ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (3, 4), (4, 2), (4, 4)):
             product: Product = getattr(plan, name)
@@ -181,7 +181,7 @@ def variants(case: Case) -> Iterator[tuple[str, BlockTuning, BlockPlan]]:
             except ValueError:
                 continue
             if other != product and 96 <= other.items <= 132:
-                yield f"{name} {tiles} x {splits}", TUNING, replace(plan, **{name: other})
+                yield f"{name} {tiles} x {splits}", tuning, replace(plan, **{name: other})
 
 
 def measure(case: Case, params: Any) -> Iterator[dict]:
@@ -194,15 +194,22 @@ def measure(case: Case, params: Any) -> Iterator[dict]:
         return
     chosen = list(variants(case))
 
-    def compile_one(variant: tuple[str, BlockTuning, BlockPlan]) -> jax.stages.Compiled:
-        return jax.jit(kernel_program(case, *variant[1:])).lower(*arguments).compile()
+    def compile_one(variant: tuple[str, BlockTuning, BlockPlan]) -> jax.stages.Compiled | str:
+        try:
+            return jax.jit(kernel_program(case, *variant[1:])).lower(*arguments).compile()
+        except Exception as error:
+            return repr(error)[:300]
 
     with ThreadPoolExecutor(8) as pool:
         programs = list(pool.map(compile_one, chosen))
     for (name, tuning, plan), program in zip(chosen, programs):
+        line |= {"impl": "mosaic", "variant": name}
+        if isinstance(program, str):
+            yield line | {"failed": program}
+            continue
         error = relative_error(case, tuning, plan, arguments)
         timed = figures(case, seconds_per_layer(case, program, arguments))
-        yield line | {"impl": "mosaic", "variant": name, "error": round(error, 5)} | timed
+        yield line | {"error": round(error, 5)} | timed
 
 
 def figures(case: Case, seconds: float) -> dict:

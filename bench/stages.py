@@ -55,7 +55,8 @@ VOCABULARY = 128256
 SERVER = (f"--model={SHAPE_8B}", *DUMMY, "--no-prefix_caching", "--max_model_len=8320")
 
 STAGES = (
-    Stage("kernel", ("kernel",)),
+    Stage("kernel", ("kernel", "attention", "sampling")),
+    Stage("block", ("kernel", "block")),
     Stage("decode", ("decode", "prefill", "trace", f"--model={SHAPE_8B}")),
     Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20")),
     Stage("throughput", ("throughput", f"--model={SHAPE_8B}", "--max_num_seqs=1024")),

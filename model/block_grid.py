@@ -23,7 +23,7 @@ class Grid(NamedTuple):
     """
 
     arrivals: Ref  # i32 [barriers], 0 before the launch
-    num_blocks: int
+    expected: int  # arrivals: every multiplying warpgroup of every block
     barriers: Ref | None = None
 
     def arrive(self, barrier: int) -> None:
@@ -47,7 +47,7 @@ class Grid(NamedTuple):
 
         def poll(_: Any, arrivals: Any) -> None:
             semaphore = _semaphore(arrivals, barrier)
-            semaphore.wait(self.num_blocks, decrement=False, memory_scope="gpu")
+            semaphore.wait(self.expected, decrement=False, memory_scope="gpu")
             _fence_copies()
 
         self._inline(poll)

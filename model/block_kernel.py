@@ -21,12 +21,9 @@ from octavo.attention.mosaic_decode import Ref
 from octavo.model.block_grid import Grid, Items
 from octavo.model.block_plan import TILE, BlockShape, BlockTuning
 
-COMPUTE_REGISTERS = 240
+COMPUTE_REGISTERS = {1: 240, 2: 208}
 MEMORY_REGISTERS = 40
-"""Registers a thread of each role."""
-
-COMPUTE, WEIGHTS, ACTIVATIONS = range(3)
-"""The warpgroups of a block."""
+"""Registers a thread of each role, by the number of warpgroups that multiply."""
 
 OUT_DONE, MLP_READY, GATED_DONE, DOWN_DONE, QKV_READY = range(5)
 """The barriers of the grid, in order: after each, what the phase before wrote may be read."""
@@ -68,9 +65,9 @@ class Smem(NamedTuple):
     """Shared memory and barriers of a block."""
 
     ring: Ref  # [ring, 64, 64] weights, [depth, columns]
-    rows: Ref  # [activation_ring, 64, 64] activations, [rows, depth]
-    sums: Ref  # f32 [64, 64]
-    gated: Ref  # [64, 64]
+    rows: Ref  # [activation_ring, row_tiles, 64, 64] activations, [rows, depth]
+    sums: Ref  # f32 [row_tiles, 64, 64]
+    gated: Ref  # [row_tiles, 64, 64]
     ring_ready: Ref
     ring_free: Ref
     rows_ready: Ref
@@ -85,22 +82,24 @@ def block_kernel(
     barriers: Ref | None = None,
     **scratch: Ref,
 ) -> None:
-    """Gives each warpgroup its role.
+    """Gives each warpgroup its role: a row tile to multiply each, weights, activations.
 
     refs: those of BlockInputs, the grid's arrivals, then those of BlockOutputs.
     """
     inputs, outputs = BlockInputs(*refs[:num_inputs]), BlockOutputs(*refs[num_inputs + 1 :])
-    grid = Grid(refs[num_inputs], tuning.num_blocks, barriers)
+    tiles = tuning.row_tiles
+    grid = Grid(refs[num_inputs], tuning.num_blocks * tiles, barriers)
     smem = Smem(**scratch)
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
     products = [Items(p, block, tuning.num_blocks) for p in shape.plan.products()]
 
-    @pl.when(wg == COMPUTE)
+    @pl.when(wg < tiles)
     def _compute() -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _compute_phases(products, inputs, outputs, smem, grid, shape, tuning)
+        plgpu.set_max_registers(COMPUTE_REGISTERS[tiles], action="increase")
+        tile = wg if tiles > 1 else 0
+        _compute_phases(products, inputs, outputs, smem, grid, tile, shape, tuning)
 
-    @pl.when(wg == WEIGHTS)
+    @pl.when(wg == tiles)
     def _weights() -> None:
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
@@ -111,10 +110,10 @@ def block_kernel(
 
         _fetch_weights(products, inputs, smem, tuning.ring)
 
-    @pl.when(wg == ACTIVATIONS)
+    @pl.when(wg == tiles + 1)
     def _activations() -> None:
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        _fetch_activations(products, inputs, outputs, smem, grid, tuning.activation_ring)
+        _fetch_activations(products, inputs, outputs, smem, grid, tuning)
 
 
 def _fetch_weights(products: list[Items], inputs: BlockInputs, smem: Smem, size: int) -> None:
@@ -144,7 +143,7 @@ def _fetch_activations(
     outputs: BlockOutputs,
     smem: Smem,
     grid: Grid,
-    size: int,
+    tuning: BlockTuning,
 ) -> None:
     """Fetches what the products multiply, each after the phase that makes it."""
 
@@ -154,12 +153,15 @@ def _fetch_activations(
         del column
         slot = lax.rem(filled, jnp.int32(size))
         _when(filled >= size, smem.rows_free.at[slot])
-        tile = smem.rows.at[slot, pl.ds(0, source.shape[0])]
+        rows = source.shape[0] // tuning.row_tiles
         columns = pl.ds((split * steps + step) * TILE, TILE)
-        plgpu.copy_gmem_to_smem(source.at[:, columns], tile, smem.rows_ready.at[slot])
+        for tile in range(tuning.row_tiles):
+            target = smem.rows.at[slot, tile, pl.ds(0, rows)]
+            part = source.at[pl.ds(tile * rows, rows), columns]
+            plgpu.copy_gmem_to_smem(part, target, smem.rows_ready.at[slot])
         return filled + 1
 
-    filled = jnp.int32(0)
+    filled, size = jnp.int32(0), tuning.activation_ring
     sources = (
         (None, inputs.mixed),
         (MLP_READY, outputs.normed_mid),
@@ -190,13 +192,14 @@ def _compute_phases(
     outputs: BlockOutputs,
     smem: Smem,
     grid: Grid,
+    tile: Array | int,
     shape: BlockShape,
     tuning: BlockTuning,
 ) -> None:
-    """The compute warpgroup's way through a layer."""
+    """The way through a layer of the warpgroup that multiplies a row tile."""
     out, gate_up, down, *rest = products
-    multiply = partial(_multiply, smem=smem, tuning=tuning)
-    normalise = partial(_normalise, block=out.block, shape=shape, grid=grid)
+    multiply = partial(_multiply, smem=smem, tile=tile, shape=shape, tuning=tuning)
+    normalise = partial(_normalise, deal=out, tile=tile, shape=shape, grid=grid)
     done = (jnp.int32(0), jnp.int32(0))
 
     done = multiply(out, outputs.out_sums, done)
@@ -220,31 +223,34 @@ def _multiply(
     target: Ref,
     done: tuple[Array, Array],
     smem: Smem,
+    tile: Array | int,
+    shape: BlockShape,
     tuning: BlockTuning,
 ) -> tuple[Array, Array]:
-    """The products of this block's items, stored in `target`.
+    """The products of this block's items with a row tile, stored in `target`.
 
     `done` counts the weight and activation tiles used so far; the new counts are returned.
     """
-    product = items.product
+    product, rows = items.product, shape.rows // tuning.row_tiles
+    live = pl.ds(tile * rows, rows)
 
     def one(index: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         column, split = items.place(index)
 
         def accumulate(*accumulators: Ref) -> tuple[Array, ...]:
             step = partial(_multiply_step, accumulators=accumulators, done=done)
-            step = partial(step, smem=smem, tuning=tuning)
+            step = partial(step, smem=smem, tile=tile, tuning=tuning)
             lax.fori_loop(0, product.steps, lambda i, _: step(i), None)
             return tuple(accumulator[...] for accumulator in accumulators)
 
         accumulator = plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32)
         sums = pl.run_scoped(accumulate, *[accumulator] * product.tiles)
         if product.gated:
-            _store_gated(sums, target, column, smem)
+            _store_gated(sums, target.at[live], column, smem.gated.at[tile])
         else:
-            for tile, total in enumerate(sums):
-                place = target.at[split, :, pl.ds(items.tile_column(column, tile), TILE)]
-                _store(total, smem.sums, place)
+            for part, total in enumerate(sums):
+                place = target.at[split, live, pl.ds(items.tile_column(column, part), TILE)]
+                _store(total, smem.sums.at[tile], place)
         plgpu.wait_smem_to_gmem(0)
         return done[0] + product.steps * product.tiles, done[1] + product.steps
 
@@ -256,16 +262,17 @@ def _multiply_step(
     accumulators: tuple[Ref, ...],
     done: tuple[Array, Array],
     smem: Smem,
+    tile: Array | int,
     tuning: BlockTuning,
 ) -> None:
     """One step along the depth: a tile of activations times as many tiles of weights."""
     used = done[0] + step * len(accumulators)
     rows = lax.rem(done[1] + step, jnp.int32(tuning.activation_ring))
-    slots = [lax.rem(used + tile, jnp.int32(tuning.ring)) for tile in range(len(accumulators))]
+    slots = [lax.rem(used + part, jnp.int32(tuning.ring)) for part in range(len(accumulators))]
     plgpu.barrier_wait(smem.rows_ready.at[rows])
     for accumulator, slot in zip(accumulators, slots):
         plgpu.barrier_wait(smem.ring_ready.at[slot])
-        plgpu.wgmma(accumulator, smem.rows.at[rows], smem.ring.at[slot])
+        plgpu.wgmma(accumulator, smem.rows.at[rows, tile], smem.ring.at[slot])
     plgpu.wgmma_wait(0)
     for slot in slots:
         plgpu.barrier_arrive(smem.ring_free.at[slot])
@@ -280,13 +287,13 @@ def _store(value: Array, staged: Ref, target: Ref) -> None:
     plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, target.shape[0])], target)
 
 
-def _store_gated(sums: tuple[Array, ...], target: Ref, column: Array, smem: Smem) -> None:
+def _store_gated(sums: tuple[Array, ...], target: Ref, column: Array, staged: Ref) -> None:
     """silu(gate) * up of an item, with gate and up rounded first, as the graph does."""
     half = len(sums) // 2
     for tile, (gate, up) in enumerate(zip(sums[:half], sums[half:])):
         gate, up = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (gate, up))
         first = (column * half + tile) * TILE
-        _store(gate / (1 + jnp.exp(-gate)) * up, smem.gated, target.at[:, pl.ds(first, TILE)])
+        _store(gate / (1 + jnp.exp(-gate)) * up, staged, target.at[:, pl.ds(first, TILE)])
 
 
 def _normalise(
@@ -295,13 +302,15 @@ def _normalise(
     weight: Ref,
     targets: tuple[Ref, Ref],
     barrier: int,
-    block: Array,
+    deal: Items,
+    tile: Array | int,
     shape: BlockShape,
     grid: Grid,
 ) -> None:
     """x plus the sum over splits, and its norm, of the rows block, block + num_blocks, ...
 
-    The sums are there after `barrier`; the norm's weight is fetched before it.
+    The sums are there after `barrier`; the norm's weight is fetched before it. Of a block's
+    warpgroups the first does it, for they would share the memory for sums over threads.
     """
     layout = plgpu.Layout.WG_STRIDED((shape.embed,), vec_size=vector_size(shape.embed))
     load = partial(plgpu.load, layout=layout)
@@ -309,7 +318,7 @@ def _normalise(
     grid.wait(barrier)
 
     def one(index: Array, _: None) -> None:
-        row = block + index * grid.num_blocks
+        row = deal.block + index * deal.num_blocks
         total = load(sums.at[0, row])
         for split in range(1, sums.shape[0]):
             total += load(sums.at[split, row])
@@ -320,8 +329,11 @@ def _normalise(
         inverse = lax.rsqrt(jnp.sum(wide * wide) / shape.embed + shape.eps)
         targets[1][row] = (wide * inverse * factor).astype(jnp.bfloat16)
 
-    left = shape.rows - block + (grid.num_blocks - 1)
-    lax.fori_loop(0, lax.div(left, jnp.int32(grid.num_blocks)), one, None)
+    left = shape.rows - deal.block + (deal.num_blocks - 1)
+    count = lax.div(left, jnp.int32(deal.num_blocks))
+    if grid.expected > deal.num_blocks:
+        count = jnp.where(tile == 0, count, 0)
+    lax.fori_loop(0, count, one, None)
 
 
 def vector_size(size: int) -> int:

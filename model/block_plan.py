@@ -135,29 +135,34 @@ class BlockTuning:
     Attributes:
         num_blocks: thread blocks, all of which must be on the device at once.
         ring: weight tiles of 8 KB in flight in a block.
-        activation_ring: activation tiles of 8 KB in flight.
+        activation_ring: steps' activations in flight, 8 KB a row tile.
+        row_tiles: tiles of 64 rows that a step has, 1 or 2, each with a warpgroup that multiplies.
         interpreted: the grid is one cluster, whose barriers Pallas' interpreter has.
     """
 
     num_blocks: int = 128
     ring: int = 20
     activation_ring: int = 4
+    row_tiles: int = 1
     interpreted: bool = False
 
     def __post_init__(self) -> None:
+        if self.row_tiles not in (1, 2):
+            raise ValueError(f"{self}: row_tiles must be 1 or 2")
         if self.num_blocks < 1 or self.ring < 4 or self.activation_ring < 1:
             raise ValueError(f"{self}: blocks and activation ring from 1, ring from 4")
         if self.smem_bytes() > SMEM_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes()} bytes of shared memory")
 
     def smem_bytes(self) -> int:
-        """Shared memory of a block, in bytes; results are staged in three tiles' space."""
-        return (self.ring + self.activation_ring + 3) * TILE_BYTES + BARRIER_BYTES
+        """Shared memory of a block, in bytes; a row tile's results are staged in three tiles'."""
+        tiles = self.ring + self.row_tiles * (self.activation_ring + 3)
+        return tiles * TILE_BYTES + BARRIER_BYTES
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What is static about a launch. `rows` is a multiple of 8 up to 64."""
+    """What is static about a launch. `rows` is a multiple of 8 up to 64, or 128."""
 
     rows: int
     embed: int

@@ -13,19 +13,20 @@ from jaxtyping import Array, Float, Int32
 
 from octavo.attention.mosaic import refuse_device
 from octavo.model.block_kernel import BlockInputs, BlockOutputs, vector_size
-from octavo.model.block_plan import BlockPlan, BlockShape, BlockTuning, plan_block
+from octavo.model.block_plan import TILE, BlockPlan, BlockShape, BlockTuning, plan_block
 from octavo.model.config import ModelConfig
 from octavo.model.layer import Params, mlp, out_projection, qkv_projection
 from octavo.model.layers import rms_norm
 from octavo.model.mosaic_block import run_block
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 """Rows of a step that the kernel takes; larger steps are the plain graph's."""
 
 ROWS = 8
-"""What the kernel's rows are a multiple of."""
+"""What the rows of one row tile are a multiple of; two are always full."""
 
-TUNING = BlockTuning()
+TUNINGS = {1: BlockTuning(), 2: BlockTuning(ring=15, activation_ring=3, row_tiles=2)}
+"""By the number of row tiles. All have as many blocks, and so the same cuts."""
 
 
 def block_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
@@ -48,8 +49,9 @@ def block_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
         plan_for(config, last=False)
     except NotImplementedError as refusal:
         return str(refusal)
-    if (blocks := _multiprocessors()) is not None and blocks < TUNING.num_blocks:
-        return f"needs {TUNING.num_blocks} multiprocessors at once; the device has {blocks}"
+    needed, there = TUNINGS[1].num_blocks, _multiprocessors()
+    if there is not None and there < needed:
+        return f"needs {needed} multiprocessors at once; the device has {there}"
     return None
 
 
@@ -60,7 +62,7 @@ def _multiprocessors() -> int | None:
     return getattr(jax.devices()[0], "core_count", None)
 
 
-def plan_for(config: ModelConfig, last: bool, tuning: BlockTuning | None = None) -> BlockPlan:
+def plan_for(config: ModelConfig, last: bool) -> BlockPlan:
     """The cuts of a model's matrices; NotImplementedError where they don't divide into tiles."""
     kv_heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     return plan_block(
@@ -68,13 +70,18 @@ def plan_for(config: ModelConfig, last: bool, tuning: BlockTuning | None = None)
         embed=config.hidden_size,
         ffn=config.intermediate_size,
         qkv=None if last else kv_heads * (group + 2) * dim,
-        num_blocks=(tuning or TUNING).num_blocks,
+        num_blocks=TUNINGS[1].num_blocks,
     )
 
 
+def tuning_for(rows: int) -> BlockTuning:
+    """The tuning in use for a step's rows."""
+    return TUNINGS[-(-rows // TILE)]
+
+
 def pad_rows(x: Float[Array, "T E"]) -> Float[Array, "R E"]:
-    """x with rows of zeros up to a multiple of ROWS."""
-    return jnp.pad(x, ((0, -len(x) % ROWS), (0, 0)))
+    """x with rows of zeros up to a multiple of ROWS, beyond TILE rows of TILE."""
+    return jnp.pad(x, ((0, -len(x) % (ROWS if len(x) <= TILE else TILE)), (0, 0)))
 
 
 def launch_block(
@@ -89,11 +96,12 @@ def launch_block(
     plan: BlockPlan | None = None,
 ) -> BlockOutputs:
     """The kernel alone: see `between_attentions`, which adds up qkv's splits."""
-    rows, embed = len(x), config.hidden_size
-    if rows > MAX_ROWS or rows % ROWS:
-        raise NotImplementedError(f"{rows} rows; takes multiples of {ROWS} up to {MAX_ROWS}")
-    last = following is None
-    tuning = tuning or TUNING
+    rows, embed, last = len(x), config.hidden_size, following is None
+    if rows > MAX_ROWS or rows % (ROWS if rows <= TILE else TILE):
+        raise NotImplementedError(
+            f"{rows} rows; takes multiples of {ROWS} up to {TILE}, {MAX_ROWS}"
+        )
+    tuning = tuning or tuning_for(rows)
     inputs = BlockInputs(
         mixed=pad_rows(mixed.reshape(len(mixed), -1)),
         x=x,
@@ -104,7 +112,7 @@ def launch_block(
         next_norm=final_norm if last else following["attn_norm"],
         qkv=None if last else following["qkv"].reshape(embed, -1),
     )
-    plan = plan or plan_for(config, last, tuning)
+    plan = plan or plan_for(config, last)
     return run_block(inputs, BlockShape(rows, embed, config.norm_eps, plan), tuning, arrivals)
 
 

@@ -63,7 +63,7 @@ def _traced_kernel(
     kernel = plgpu.kernel(
         partial(block_kernel, num_inputs=len(avals) - 1, shape=shape, tuning=tuning),
         out_type=_out_types(shape),
-        num_threads=3,
+        num_threads=tuning.row_tiles + 2,
         thread_name="wg",
         scratch_types=_scratch(tuning),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=2048),
@@ -95,18 +95,20 @@ def _scratch(tuning: BlockTuning) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Smem`."""
     half = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     single = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-    tiles, activations = tuning.ring, tuning.activation_ring
+    tiles, activations, parts = tuning.ring, tuning.activation_ring, tuning.row_tiles
     scratch = {
         "ring": plgpu.SMEM((tiles, TILE, TILE), jnp.bfloat16, transforms=half),
-        "rows": plgpu.SMEM((activations, TILE, TILE), jnp.bfloat16, transforms=half),
-        "sums": plgpu.SMEM((TILE, TILE), jnp.float32, transforms=single),
-        "gated": plgpu.SMEM((TILE, TILE), jnp.bfloat16, transforms=half),
+        "rows": plgpu.SMEM((activations, parts, TILE, TILE), jnp.bfloat16, transforms=half),
+        "sums": plgpu.SMEM((parts, TILE, TILE), jnp.float32, transforms=single),
+        "gated": plgpu.SMEM((parts, TILE, TILE), jnp.bfloat16, transforms=half),
         "ring_ready": plgpu.Barrier(num_barriers=tiles),
-        "ring_free": plgpu.Barrier(num_barriers=tiles),
-        "rows_ready": plgpu.Barrier(num_barriers=activations),
-        "rows_free": plgpu.Barrier(num_barriers=activations),
+        "ring_free": plgpu.Barrier(num_arrivals=parts, num_barriers=tiles),
+        "rows_ready": plgpu.Barrier(num_arrivals=parts, num_barriers=activations),
+        "rows_free": plgpu.Barrier(num_arrivals=parts, num_barriers=activations),
     }
     if tuning.interpreted:
         axes = ("block",)
-        scratch["barriers"] = plgpu.ClusterBarrier(collective_axes=axes, num_barriers=NUM_BARRIERS)
+        scratch["barriers"] = plgpu.ClusterBarrier(
+            collective_axes=axes, num_barriers=NUM_BARRIERS, num_arrivals=parts
+        )
     return scratch

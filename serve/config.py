@@ -39,7 +39,7 @@ class EngineConfig:
     attention: str = setting(AUTO, f"implementation: one of {', '.join(ATTENTION_IMPLS)}")
     decode_block: str = setting(
         AUTO,
-        "what does all between two attentions in decode steps of up to 64 rows: one of "
+        "what does all between two attentions in decode steps of up to 128 rows: one of "
         f"{', '.join(DECODE_BLOCKS)}; mosaic: one kernel, not measured yet; auto: xla",
     )
     max_model_len: int | str = setting(AUTO, "longest prompt + output; auto: the largest that fits")

@@ -4,6 +4,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import jax
@@ -38,6 +39,8 @@ SHAPES = Path(__file__).parent.parent / "configs" / "shapes"
 SMALL = BlockTuning(num_blocks=2, ring=6, activation_ring=2, interpreted=True)
 """Two blocks, and rings that come round often."""
 
+WIDE = replace(SMALL, row_tiles=2)
+
 
 @contextmanager
 def _interpreter():
@@ -67,13 +70,13 @@ def _layer(config, rows, seed=0):
     return (*layers, draw(config.hidden_size)), draw(rows, config.hidden_size), draw(rows, *heads)
 
 
-def _assert_close(found, expected):
+def _assert_close(found, expected, tolerance=0.004):
     """Equal but for roundings of bfloat16 that fall the other way."""
     found, expected = (np.asarray(array, np.float32) for array in (found, expected))
     assert found.shape == expected.shape
     assert np.isfinite(found).all()
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
-    assert np.sqrt(((found - expected) ** 2).mean()) <= 0.004 * np.sqrt((expected**2).mean())
+    assert np.sqrt(((found - expected) ** 2).mean()) <= tolerance * np.sqrt((expected**2).mean())
 
 
 def _cuts(out, down, qkv):
@@ -96,20 +99,39 @@ def test_cuts_keep_blocks_busy_and_cover_the_matrix(name):
             assert fewest <= Product(4096, 6144, tiles, 1, gated).block_bytes(128, 64)
 
 
+@pytest.fixture(scope="module")
+def apart():
+    """Calls a function of this module in a process whose XLA computes where it is called.
+
+    XLA's threads may be fewer than the interpreter needs at once: one for each warpgroup of each
+    block, all of which wait for each other.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
+        with get_context("spawn").Pool(1) as pool:
+            yield lambda function, *args: pool.apply_async(function, args).get(timeout=240)
+
+
 @pytest.mark.parametrize(
     ("rows", "last", "plan"),
     [
         (3, False, None),
         (64, True, None),
         (16, False, _cuts(2, 3, (4, 2))),
+        (100, False, _cuts(2, 1, (2, 1))),
     ],
-    ids=["ragged", "last_layer", "splits"],
+    ids=["ragged", "last_layer", "splits", "two_row_tiles"],
 )
-def test_interpreted_equals_the_graph_without_races(rows, last, plan):
+def test_interpreted_equals_the_graph_without_races(rows, last, plan, apart):
+    apart(_interpret, rows, last, plan)
+
+
+def _interpret(rows, last, plan):
     config = _config()
     (weights, following, norm), x, mixed = _layer(config, rows)
+    tuning = SMALL if rows <= 64 else WIDE
     run = partial(
-        between_attentions, config=config, arrivals=no_arrivals(), tuning=SMALL, plan=plan
+        between_attentions, config=config, arrivals=no_arrivals(), tuning=tuning, plan=plan
     )
     # What lies in padded rows must not reach others.
     padded = pad_rows(x).at[rows:].set(jnp.nan)
@@ -122,12 +144,14 @@ def test_interpreted_equals_the_graph_without_races(rows, last, plan):
     _assert_close(found[1], expected[1])
 
 
-@pytest.mark.parametrize(("name", "rows"), [("llama3_8b", 1), ("llama3_8b", 64), ("llama32_1b", 8)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("llama3_8b", 1), ("llama3_8b", 128), ("llama32_1b", 64)]
+)
 def test_lowers_for_cuda_without_a_gpu(name, rows):
     config = _shape(name)
     layer = shape_dtypes(decoder.abstract_params(config))["layers"][0]
     draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    x = draw(-(-rows // 8) * 8, config.hidden_size)
+    x = jax.eval_shape(pad_rows, draw(rows, config.hidden_size))
     mixed = draw(rows, config.num_kv_heads, config.group_size, config.head_dim)
     norm = draw(config.hidden_size)
     with use_abstract_mesh(_H200):
@@ -142,12 +166,21 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
 @pytest.mark.parametrize("fields", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
-def test_decode_steps_of_a_model_equal_those_of_the_graph(fields, monkeypatch):
+def test_decode_steps_of_a_model_equal_those_of_the_graph(fields, apart):
+    apart(_decode_by_both, fields)
+
+
+def _decode_by_both(fields):
     config, calls = _config(**fields), []
     params = init_params(decoder.abstract_params(config), jax.random.key(1))
-    monkeypatch.setattr(decode_block, "TUNING", SMALL)
     counted = lambda *args: calls.append(args[1]) or between_attentions(*args)  # noqa: E731
-    monkeypatch.setattr(decoder, "between_attentions", counted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_block, "TUNINGS", {1: SMALL})
+        patch.setattr(decoder, "between_attentions", counted)
+        _assert_same_logits(config, params, calls)
+
+
+def _assert_same_logits(config, params, calls):
     logits = {}
     for block in ("xla", "mosaic"):
         model = PagedModel(
@@ -188,10 +221,12 @@ def test_tunings_that_do_not_fit_are_refused():
         BlockTuning(ring=40)
     with pytest.raises(ValueError, match="ring from 4"):
         BlockTuning(ring=3)
+    with pytest.raises(ValueError, match="row_tiles must be 1 or 2"):
+        BlockTuning(row_tiles=3)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 33, 64])
+@pytest.mark.parametrize("rows", [1, 8, 33, 64, 70, 128])
 @pytest.mark.parametrize("name", ["llama3_8b", "llama32_1b"])
 def test_on_a_gpu_it_equals_the_graph(name, rows):
     config = replace(_shape(name), layers=_shape(name).layers[:2], vocab_size=128)
@@ -201,18 +236,19 @@ def test_on_a_gpu_it_equals_the_graph(name, rows):
     for after in (following, None):
         found = run(weights, after, norm, x=pad_rows(x), mixed=mixed)
         expected = plain(weights, after, norm, x=x, mixed=mixed)
-        _assert_close(found[0][:rows], expected[0])
-        _assert_close(found[1], expected[1])
+        # XLA may keep what the graph rounds between two products.
+        _assert_close(found[0][:rows], expected[0], 0.01)
+        _assert_close(found[1], expected[1], 0.01)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_row_is_bit_equal_in_any_batch_and_run():
     config = replace(_shape("llama3_8b"), layers=_shape("llama3_8b").layers[:2], vocab_size=128)
-    (weights, following, norm), x, mixed = _layer(config, 64)
+    (weights, following, norm), x, mixed = _layer(config, 128)
     run = jax.jit(partial(between_attentions, config=config, arrivals=no_arrivals()))
     x_all, qkv_all = run(weights, following, norm, x=x, mixed=mixed)
     for _ in range(20):
-        for rows in (1, 8, 24, 64):
+        for rows in (1, 8, 24, 64, 100, 128):
             found = run(weights, following, norm, x=pad_rows(x[:rows]), mixed=mixed[:rows])
             assert (found[0][:rows] == x_all[:rows]).all()
             assert (found[1] == qkv_all[:rows]).all()
