@@ -96,7 +96,7 @@ def launch_block(
     plan: BlockPlan | None = None,
 ) -> BlockOutputs:
     """The kernel alone: see `between_attentions`, which adds up qkv's splits."""
-    rows, embed, last = len(x), config.hidden_size, following is None
+    rows, embed = len(x), config.hidden_size
     if rows > MAX_ROWS or rows % (ROWS if rows <= TILE else TILE):
         raise NotImplementedError(
             f"{rows} rows; takes multiples of {ROWS} up to {TILE}, {MAX_ROWS}"
@@ -109,10 +109,10 @@ def launch_block(
         mlp_norm=weights["mlp_norm"],
         gate_up=weights["gate_up"].reshape(embed, -1),
         down=weights["down"],
-        next_norm=final_norm if last else following["attn_norm"],
-        qkv=None if last else following["qkv"].reshape(embed, -1),
+        next_norm=final_norm if following is None else following["attn_norm"],
+        qkv=None if following is None else following["qkv"].reshape(embed, -1),
     )
-    plan = plan or plan_for(config, last)
+    plan = plan or plan_for(config, last=following is None)
     return run_block(inputs, BlockShape(rows, embed, config.norm_eps, plan), tuning, arrivals)
 
 

@@ -9,8 +9,8 @@ phase before; a third multiplies and, in the phases between products, adds up pa
 residual and normalises. Phases are divided by barriers over the whole grid. While a barrier and a
 norm pass, the ring fills: memory is never idle. `block_plan` has the cuts.
 
-Rows are the 64 rows of a wgmma tile; rows that are not there are neither loaded nor stored, and
-what the tile holds in their place reaches no other row.
+Rows are the 64 rows of a wgmma tile; a second warpgroup multiplies rows 65 to 128. Rows that are
+not there are neither loaded nor stored, and what the tile holds in their place reaches no other.
 
 All blocks must be on the device at once: they wait for each other. Nothing that waits for this
 kernel may run beside it (two such kernels at once, as MPS allows, could wait for ever).
