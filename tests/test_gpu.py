@@ -125,34 +125,47 @@ def test_kernels_give_the_plain_paths_tokens(name, head_dim, tmp_path):
     Both paths round to the same type, so they are far closer than either is to float32.
     """
     model = resized(name, head_dim, tmp_path)
-    rng = np.random.default_rng(head_dim)
+    assert_same_tokens(model, [{"attention": name} for name in IMPLEMENTATIONS])
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "mistral", "qwen2", "qwen3"])
+def test_the_kernel_between_attentions_gives_the_graphs_tokens(name, tmp_path):
+    """As above; decode steps of 1 to 4 rows, and of up to 64."""
+    model = resized(name, 128, tmp_path)
+    blocks = [{"decode_block": name} for name in IMPLEMENTATIONS]
+    assert_same_tokens(model, blocks)
+    assert_same_tokens(model, blocks, max_num_seqs=64)
+
+
+def assert_same_tokens(model, settings, **sizes):
+    """The first settings' tokens are the second's as far as those are clear; scores are close."""
+    rng = np.random.default_rng(1)
     prompts = [
         rng.integers(3, 300, size).tolist()
         for size in (2, 16, 17, 63, 64, 65, 100, 130, 200, 257, 300, 330)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
-    outputs, scores = {}, {}
-    for attention in IMPLEMENTATIONS:
+    outputs, scores = [], []
+    for setting in settings:
         llm = LLM(
             model,
             load_format="dummy",
             dtype="bfloat16",
-            attention=attention,
             page_size=16,
             num_pages=129,
-            max_num_seqs=4,
             max_batch_tokens=256,
             max_model_len=512,
             artefact_dir="",
+            **({"max_num_seqs": 4} | setting | sizes),
         )
-        outputs[attention] = llm.generate(prompts, params)
-        scores[attention] = llm.score(prompts[-1])
+        outputs.append(llm.generate(prompts, params))
+        scores.append(llm.score(prompts[-1]))
         llm.engine.check()
-    ours, plain = scores.values()
+    ours, plain = scores
     std = plain.std()
     assert np.sqrt(((ours - plain) ** 2).mean()) <= 0.03 * std
     compared = 0
-    for ours, plain in zip(*outputs.values(), strict=True):
+    for ours, plain in zip(*outputs, strict=True):
         best = [step.top[:2] for step in plain.outputs[0].logprobs]
         close = [i for i, (a, b) in enumerate(best) if (a[1] - b[1]) / std < 0.1]
         until = close[0] if close else len(best)
