@@ -11,7 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
-from octavo.attention.mosaic import attend_mosaic, write_by_kernel
+from octavo.attention.front import Front
+from octavo.attention.mosaic import attend_mosaic, attend_raw_mosaic, write_by_kernel
 from octavo.attention.reference import attend_reference
 from octavo.attention.xla import attend_xla
 from octavo.cache.layout import LayerCache
@@ -25,8 +26,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": attend_reference,
     "xla": attend_xla,
     "mosaic": attend_mosaic,
+    "mosaic_raw": attend_mosaic,
 }
-"""What `impl` may name. Each raises NotImplementedError, before any work, for what it can't do."""
+"""What `impl` may name. Each raises NotImplementedError, before any work, for what it can't do.
+"mosaic_raw" differs in decode steps only, which `attend_raw` does."""
 
 AUTO_ORDER = ("mosaic", "xla")
 """What "auto" tries, in order: the kernels first, where they take the device, type and shape."""
@@ -99,7 +102,7 @@ def write(
     the same bits.
     """
     k, v = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
-    by_kernel = impl in ("auto", "mosaic") and meta.max_query_len > 1
+    by_kernel = impl in ("auto", "mosaic", "mosaic_raw") and meta.max_query_len > 1
     run = partial(_write_with, by_kernel=by_kernel and k.shape[0] >= WRITE_KERNEL_FROM)
     if mesh is None or spec.mesh_axis is None:
         return run(layer, k, v, meta.slots)
@@ -113,6 +116,54 @@ def write(
         check_vma=False,
     )
     return sharded(layer, k, v, meta.slots)
+
+
+def takes_raw(impl: str, meta: AttentionMeta) -> bool:
+    """Whether `attend_raw` does this step, in place of norm, rope, `write` and `attend`."""
+    return impl == "mosaic_raw" and meta.max_query_len == 1
+
+
+def attend_raw(
+    qkv: Float[Array, "T K G_plus_2 D"],
+    front: Front,
+    layer: LayerCache,
+    meta: AttentionMeta,
+    spec: AttentionSpec,
+    sinks: Float[Array, " H"] | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "T H D"], LayerCache]:
+    """A decode step's attention from raw projections, and the layer with their keys and values.
+
+    What `front_reference`, `write` and `attend` do one after the other, in one kernel; in place
+    when the layer is donated. qkv holds for each KV head its query heads, then its key, then its
+    value. Never falls back: `takes_raw` says when it may be called.
+
+    Raises:
+        ValueError: shapes or arguments that contradict each other.
+        NotImplementedError: the kernel refuses; the message says why.
+    """
+    num_tokens, num_kv_heads, width, head_dim = qkv.shape
+    queries = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (width - 2), head_dim), qkv.dtype)
+    _validate(queries, layer, meta, spec, sinks)
+
+    def run(
+        qkv: Array, front: Front, layer: LayerCache, meta: AttentionMeta, sinks: Array | None
+    ) -> tuple[Array, LayerCache]:
+        return attend_raw_mosaic(qkv, front, layer, meta, spec, sinks)
+
+    if mesh is None or spec.mesh_axis is None:
+        return run(qkv, front, layer, meta, sinks)
+    raw = PartitionSpec(None, spec.mesh_axis, None, None)
+    heads = PartitionSpec(None, spec.mesh_axis, None)
+    pages = PartitionSpec(None, None, spec.mesh_axis, None)
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(raw, PartitionSpec(), pages, PartitionSpec(), PartitionSpec(spec.mesh_axis)),
+        out_specs=(heads, pages),
+        check_vma=False,
+    )
+    return sharded(qkv, front, layer, meta, sinks)
 
 
 def _write_with(
@@ -155,7 +206,11 @@ def _attend_with(
 
 
 def _validate(
-    q: Array, layer: LayerCache, meta: AttentionMeta, spec: AttentionSpec, sinks: Array | None
+    q: Array | jax.ShapeDtypeStruct,
+    layer: LayerCache,
+    meta: AttentionMeta,
+    spec: AttentionSpec,
+    sinks: Array | None,
 ) -> None:
     _, num_heads, head_dim = q.shape
     _, _, num_kv_heads, key_dim = layer.k.shape

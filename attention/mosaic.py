@@ -4,8 +4,10 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.front import Front
 from octavo.attention.mosaic_decode import decode_mosaic, decode_refusal
 from octavo.attention.mosaic_prefill import prefill_mosaic
+from octavo.attention.mosaic_raw import decode_raw_mosaic
 from octavo.attention.mosaic_write import write_mosaic
 from octavo.cache.layout import LayerCache
 
@@ -29,6 +31,23 @@ def attend_mosaic(
     if decode_refusal(q, layer, meta) is None:
         return decode_mosaic(q, layer, meta, spec, sinks)
     return prefill_mosaic(q, layer, meta, spec, sinks)
+
+
+def attend_raw_mosaic(
+    qkv: Float[Array, "T K G_plus_2 D"],
+    front: Front,
+    layer: LayerCache,
+    meta: AttentionMeta,
+    spec: AttentionSpec,
+    sinks: Float[Array, " H"] | None = None,
+) -> tuple[Float[Array, "T H D"], LayerCache]:
+    """`attend_raw` by the kernel written for Hopper GPUs.
+
+    Raises:
+        NotImplementedError: no such GPU, or what `decode_raw_mosaic` refuses.
+    """
+    refuse_device()
+    return decode_raw_mosaic(qkv, front, layer, meta, spec, sinks)
 
 
 def write_by_kernel(

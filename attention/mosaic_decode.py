@@ -7,13 +7,15 @@ warpgroups stream pages through rings in shared memory (TMA, page ids read from 
 step ahead) to as many compute warpgroups. A last fusion of XLA's combines the chunks, always in the
 order of their positions. The query heads of a KV head are the rows of one 64-row wgmma tile
 (FlashDecoding, Dao et al. 2023; FlashAttention-3, Shah et al. 2024).
+
+With a front (`mosaic_raw.py`) the kernel takes the raw projections of rows of one query: its memory
+warpgroups normalise and turn queries and keys, and write the new keys (`mosaic_front.py`).
 """
 
 # pyright: reportAbstractUsage=false
 # Pallas leaves an abstract method on the transforms that it exports.
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -26,12 +28,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, DTypeLike, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.decode_tuning import SMEM_BYTES, TILE_ROWS, DecodeTuning, default_tuning
+from octavo.attention.mosaic_front import Ahead, FrontRefs, FrontSpec
 from octavo.attention.splits import (
     BLOCK,
     FLOOR,
     LOG2E,
     TileShape,
-    Work,
     combine,
     count_chunks,
     decode_work,
@@ -40,9 +43,6 @@ from octavo.cache.layout import LayerCache
 
 Ref = Any
 """A Pallas reference: the kernels' operands have no public type."""
-
-TILE_ROWS = 64
-"""Rows of a wgmma tile; the query heads of a KV head times the queries of a row must fit in it."""
 
 MAX_QUERIES = 8
 """Queries a row the kernel takes: decode, and verification of a few drafted tokens."""
@@ -53,61 +53,11 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 
 COMPUTE_REGISTERS = {1: 232, 2: 208}
 MEMORY_REGISTERS = 40
-"""Registers a thread of each role, by pairs; they add up to less than the 65,536 of a block."""
-
-SMEM_BYTES = 227 * 1024
+RAW_MEMORY_REGISTERS = {1: 96, 2: 40}
+"""Registers a thread of each role, by pairs; they add up to at most the 65,536 of a block."""
 
 TMA_BYTES = 128
 """Alignment of the shared-memory side of a copy."""
-
-BARRIER_BYTES = 2048
-
-
-@dataclass(frozen=True)
-class DecodeTuning:
-    """How the kernel is laid out on the chip. Only `chunk` can change a result's rounding.
-
-    Attributes:
-        chunk: tokens of context a work item; a multiple of 64.
-        stages: pages' tiles in each ring.
-        pairs: memory and compute warpgroups a block, 1 or 2 of each.
-        num_blocks: thread blocks of the persistent grid, one a multiprocessor.
-        interpreted: softmax weights go through shared memory: slower, but Pallas' interpreter
-            doesn't multiply from registers.
-    """
-
-    chunk: int = 1024
-    stages: int = 2
-    pairs: int = 2
-    num_blocks: int = 132
-    interpreted: bool = False
-
-    def __post_init__(self) -> None:
-        if self.chunk <= 0 or self.chunk % BLOCK:
-            raise ValueError(f"chunk={self.chunk} must be a positive multiple of {BLOCK}")
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages} must be at least 2")
-        if self.pairs not in (1, 2):
-            raise ValueError(f"pairs={self.pairs} must be 1 or 2")
-        if self.num_blocks < 1:
-            raise ValueError(f"num_blocks={self.num_blocks} must be positive")
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of a block, in bytes."""
-        tiles = TILE_ROWS + 2 * self.stages * BLOCK
-        weights = TILE_ROWS * BLOCK * 2 if self.interpreted else 0
-        return self.pairs * (tiles * head_dim * 2 + weights + TILE_ROWS * 4) + BARRIER_BYTES
-
-
-def default_tuning(head_dim: int) -> DecodeTuning:
-    """Deepest rings that fit: two pairs up to head_dim 128, one above."""
-    pairs = 2 if head_dim <= 128 else 1
-    fitting = [
-        tuning
-        for stages in (2, 3, 4)
-        if (tuning := DecodeTuning(stages=stages, pairs=pairs)).smem_bytes(head_dim) <= SMEM_BYTES
-    ]
-    return fitting[-1]
 
 
 def refuse_inputs(q: Array, layer: LayerCache) -> None:
@@ -146,28 +96,17 @@ def decode_mosaic(
     if reason := decode_refusal(q, layer, meta):
         raise NotImplementedError(reason)
     num_tokens, num_heads, head_dim = q.shape
-    page_size, num_kv_heads = layer.k.shape[1:3]
-    shape = TileShape(
-        queries=meta.max_query_len,
-        group=num_heads // num_kv_heads,
-        heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        num_pages=meta.block_tables.shape[1],
-    )
-    tuning = tuning or default_tuning(head_dim)
-    if tuning.smem_bytes(head_dim) > SMEM_BYTES:
-        raise NotImplementedError(
-            f"{tuning} needs {tuning.smem_bytes(head_dim)} B of shared memory"
-        )
-    work = decode_work(meta, page_size, spec.window, tuning.chunk)
+    shape = tile_shape(layer, meta, num_heads // layer.k.shape[2])
+    tuning = fitting(tuning, head_dim)
+    work = decode_work(meta, shape.page_size, spec.window, tuning.chunk, tuning.merged)
     tokens = meta.query_starts[:-1, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
     packed = q if shape.queries == 1 else q[jnp.minimum(tokens, num_tokens - 1)]
-    packed = packed.reshape(-1, shape.queries, num_kv_heads, shape.group, head_dim)
-    packed = packed.transpose(0, 2, 1, 3, 4).reshape(-1, num_kv_heads, shape.used_rows, head_dim)
+    packed = packed.reshape(-1, shape.queries, shape.heads, shape.group, head_dim)
+    packed = packed.transpose(0, 2, 1, 3, 4).reshape(-1, shape.heads, shape.used_rows, head_dim)
     # In a model this padding is part of the fusion that makes q.
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, shape.rows - shape.used_rows), (0, 0)))
-    parts, lse = _partial_attention(packed, layer, meta.block_tables, work, spec, tuning, shape)
+    arguments = (work.items, work.live, meta.block_tables, packed, layer.k, layer.v)
+    parts, lse = run_traced(traced_kernel, arguments, spec, tuning, shape)
     out = combine(parts, lse, work, sinks, shape).astype(q.dtype)
     if shape.queries == 1:
         return out.reshape(q.shape)
@@ -176,29 +115,53 @@ def decode_mosaic(
     return jnp.zeros_like(q).at[jnp.where(live, tokens, num_tokens)].set(out, mode="drop")
 
 
-def _partial_attention(
-    q: Array,
-    layer: LayerCache,
-    block_tables: Array,
-    work: Work,
+def tile_shape(layer: LayerCache, meta: AttentionMeta, group: int) -> TileShape:
+    """Sizes of a step whose KV heads have `group` query heads each."""
+    _, page_size, num_kv_heads, head_dim = layer.k.shape
+    return TileShape(
+        queries=meta.max_query_len,
+        group=group,
+        heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        num_pages=meta.block_tables.shape[1],
+    )
+
+
+def fitting(tuning: DecodeTuning | None, head_dim: int) -> DecodeTuning:
+    """The tuning, or the default one; raises NotImplementedError if it needs too much."""
+    tuning = tuning or default_tuning(head_dim)
+    if tuning.smem_bytes(head_dim) > SMEM_BYTES:
+        raise NotImplementedError(
+            f"{tuning} needs {tuning.smem_bytes(head_dim)} B of shared memory"
+        )
+    return tuning
+
+
+def run_traced(
+    trace: Callable[..., ClosedJaxpr],
+    arguments: tuple[Array, ...],
     spec: AttentionSpec,
     tuning: DecodeTuning,
     shape: TileShape,
 ) -> list[Array]:
-    """Normalised result [S, C, K, R, D] and base-2 log-sum-exp [S, C, K, R] of every work item."""
-    arguments = (work.items, work.live, block_tables, q, layer.k, layer.v)
+    """Normalised result [S, C, K, R, D] and base-2 log-sum-exp [S, C, K, R] of every work item.
+
+    With a front, the written pages after them.
+    """
     avals = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments)
-    traced = _traced_kernel(avals, spec, tuning, shape, jax.sharding.get_abstract_mesh())
+    traced = trace(avals, spec, tuning, shape, jax.sharding.get_abstract_mesh())
     return jaxpr_as_fun(traced)(*arguments)
 
 
 @cache
-def _traced_kernel(
+def traced_kernel(
     avals: tuple[jax.ShapeDtypeStruct, ...],
     spec: AttentionSpec,
     tuning: DecodeTuning,
     shape: TileShape,
     mesh: jax.sharding.AbstractMesh,
+    front: FrontSpec | None = None,
 ) -> ClosedJaxpr:
     """The kernel's jaxpr, one object for all layers alike: XLA is then given its code once.
 
@@ -206,27 +169,39 @@ def _traced_kernel(
     """
     del mesh  # part of the key only: a trace belongs to the mesh it was made under
     num_rows, num_pages = avals[2].shape
-    num_chunks = count_chunks(num_pages * shape.page_size, tuning.chunk)
+    num_chunks = count_chunks(num_pages * shape.page_size, tuning.chunk, tuning.merged)
     head_dim, dtype = shape.head_dim, avals[3].dtype
     out_shape = (num_rows, num_chunks, shape.heads, shape.rows)
+    out_type = [
+        jax.ShapeDtypeStruct((*out_shape, head_dim), dtype),
+        jax.ShapeDtypeStruct(out_shape, jnp.float32),
+    ]
+    if front is not None:
+        lanes = tuning.pairs * tuning.num_blocks
+        out_type.append(jax.ShapeDtypeStruct((lanes, 2, shape.rows, head_dim), dtype))
     kernel = plgpu.kernel(
-        partial(_kernel, shape=shape, spec=spec, tuning=tuning),
-        out_type=[
-            jax.ShapeDtypeStruct((*out_shape, head_dim), dtype),
-            jax.ShapeDtypeStruct(out_shape, jnp.float32),
-        ],
+        partial(_kernel, shape=shape, spec=spec, tuning=tuning, front=front),
+        out_type=out_type,
         grid=(tuning.num_blocks,),
         grid_names=("block",),
         num_threads=2 * tuning.pairs,
         thread_name="wg",
-        scratch_types=_scratch(dtype, tuning, shape),
+        scratch_types=_scratch(dtype, tuning, shape, front is not None),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="paged_decode",
+        kernel_name="paged_decode" if front is None else "raw_paged_decode",
     )
-    return jax.make_jaxpr(kernel)(*avals)
+    if front is None:
+        return jax.make_jaxpr(kernel)(*avals)
+
+    def in_place(*arguments: Array) -> tuple[Array, ...]:
+        pages = [jax.new_ref(array) for array in arguments[4:6]]
+        parts, lse, _ = kernel(*arguments[:4], *pages, *arguments[6:])
+        return parts, lse, *(jax.freeze(ref) for ref in pages)
+
+    return jax.make_jaxpr(in_place)(*avals)
 
 
-def _scratch(dtype: DTypeLike, tuning: DecodeTuning, shape: TileShape) -> dict[str, Any]:
+def _scratch(dtype: DTypeLike, tuning: DecodeTuning, shape: TileShape, raw: bool) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `_Buffers`."""
     head_dim, pairs, stages = shape.head_dim, tuning.pairs, tuning.stages
     swizzle = 128 if head_dim % 64 == 0 else 64
@@ -234,8 +209,9 @@ def _scratch(dtype: DTypeLike, tuning: DecodeTuning, shape: TileShape) -> dict[s
     ring = plgpu.SMEM((pairs, stages, BLOCK, head_dim), dtype, transforms=transforms)
     loaded = plgpu.Barrier(num_arrivals=shape.copies, num_barriers=pairs * stages)
     released = plgpu.Barrier(num_barriers=pairs * stages)
-    scratch = {
-        "q_tile": plgpu.SMEM((pairs, TILE_ROWS, head_dim), dtype, transforms=transforms),
+    q_tile = plgpu.SMEM((pairs, TILE_ROWS, head_dim), dtype, transforms=transforms)
+    scratch: dict[str, Any] = {
+        "q_tile": q_tile,
         "k_ring": ring,
         "v_ring": ring,
         "lse_tile": plgpu.SMEM((pairs, TILE_ROWS), jnp.float32),
@@ -246,6 +222,15 @@ def _scratch(dtype: DTypeLike, tuning: DecodeTuning, shape: TileShape) -> dict[s
         "k_free": released,
         "v_free": released,
     }
+    if raw:
+        scratch["staged"] = plgpu.Barrier(num_arrivals=3, num_barriers=pairs)
+        plain = plgpu.SMEM((pairs, TILE_ROWS, head_dim), dtype)
+        # Both views are of the same bytes, row group for row group. The interpreter, which keeps
+        # them apart, would call it a race that a product reads rows that it doesn't need.
+        if tuning.interpreted:
+            scratch["staging"] = plain
+        else:
+            scratch["q_tile"] = plgpu.RefUnion(q_tile, plain)
     if tuning.interpreted:
         full = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
         scratch["w_tile"] = plgpu.SMEM((pairs, TILE_ROWS, BLOCK), dtype, transforms=full)
@@ -256,15 +241,15 @@ def _kernel(
     items_ref: Ref,  # [I, 8]
     count_ref: Ref,  # [1]
     table_ref: Ref,  # [S, P]
-    q_ref: Ref,  # [S, K, R, D]
+    q_ref: Ref,  # [S, K, R, D]; raw heads [S, K, G + 2, D] with a front
     k_ref: Ref,  # [N, p, K, D]
     v_ref: Ref,  # [N, p, K, D]
-    out_ref: Ref,  # [S, C, K, R, D]
-    lse_ref: Ref,  # [S, C, K, R]
-    *,
+    *refs: Ref,  # with a front cos and sin [S, D / 2], and two norms [D]; then the results:
+    # parts [S, C, K, R, D], log-sum-exp [S, C, K, R]; with a front queries [lanes, 2, R, D]
     shape: TileShape,
     spec: AttentionSpec,
     tuning: DecodeTuning,
+    front: FrontSpec | None,
     **scratch: Ref,
 ) -> None:
     """Deals the items: pair p of block b takes items b + p * num_blocks + i * lanes."""
@@ -279,21 +264,34 @@ def _kernel(
         # Past the end the last item is read again: the prefetch has no branch.
         at = lane + jnp.maximum(jnp.minimum(index, count - 1), 0) * lanes
         entry = jnp.minimum(lax.div(at, jnp.int32(shape.heads)), items_ref.shape[0] - 1)
-        fields = [items_ref[entry, field] for field in range(7)]
+        fields = [items_ref[entry, field] for field in range(8)]
         return _Item(lax.rem(at, jnp.int32(shape.heads)), *fields)
 
-    pages = _Pages(table_ref, k_ref, v_ref, q_ref)
+    if front is None:
+        results, ahead = refs, None
+        queries = lambda item, _: q_ref.at[item.row, item.head]  # noqa: E731
+    else:
+        cos, sin, *norms, parts, lse, turned = refs
+        results = (parts, lse)
+        if not tuning.interpreted:
+            scratch["q_tile"], scratch["staging"] = scratch["q_tile"]
+        staging, staged = (scratch.pop(name).at[pair] for name in ("staging", "staged"))
+        raw = FrontRefs(q_ref, k_ref, v_ref, cos, sin, tuple(norms), turned, staging, staged)
+        ahead = Ahead(raw, lane, count, shape, front)
+        queries = ahead.queries
+    pages = _Pages(table_ref, k_ref, v_ref, queries)
     buffers = _Buffers(pair=pair, stages=tuning.stages, **scratch)
 
     @pl.when(wg < pairs)
     def _compute() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS[pairs], action="increase")
-        _compute_items(load_item, count, buffers, (out_ref, lse_ref), spec, shape)
+        _compute_items(load_item, count, buffers, results, spec, shape)
 
     @pl.when(wg >= pairs)
     def _memory() -> None:
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        _fetch_items(load_item, count, buffers, pages, shape)
+        registers = MEMORY_REGISTERS if ahead is None else RAW_MEMORY_REGISTERS[pairs]
+        plgpu.set_max_registers(registers, action="decrease")
+        _fetch_items(load_item, count, buffers, pages, shape, ahead)
 
 
 class _Item(NamedTuple):
@@ -307,6 +305,12 @@ class _Item(NamedTuple):
     lowest: Array
     first_query: Array
     kv_len: Array
+    slot: Array
+
+    @property
+    def newest(self) -> Array:
+        """Whether the row's last position is among its keys."""
+        return self.begin + self.steps * BLOCK >= self.kv_len
 
 
 class _Pages(NamedTuple):
@@ -315,7 +319,7 @@ class _Pages(NamedTuple):
     table: Ref
     k: Ref
     v: Ref
-    q: Ref
+    queries: Callable[[_Item, Array], Ref]  # of an item and its index, [R, D]
 
 
 class _Buffers(NamedTuple):
@@ -350,6 +354,7 @@ def _fetch_items(
     buffers: _Buffers,
     pages: _Pages,
     shape: TileShape,
+    ahead: Ahead | None,
 ) -> None:
     """The memory warpgroup: keeps the rings full, over the borders of items."""
     pair, stages = buffers.pair, buffers.stages
@@ -372,6 +377,8 @@ def _fetch_items(
         following = load_item(index + 1)
         # The last place of the ring is released when the last item is stored, q's tile before.
         q_step = jnp.minimum(item.steps, stages) - 1
+        if ahead is not None:
+            ahead.begin(index, following)
 
         def fetch_step(step: Array, ids: tuple[Array, ...]) -> tuple[Array, ...]:
             position = filled + step
@@ -384,8 +391,10 @@ def _fetch_items(
 
             @pl.when(step == q_step)
             def _fetch_queries() -> None:
+                if ahead is not None:
+                    ahead.finish(index, item, following)
                 _when(index > 0, plgpu.barrier_wait, buffers.q_free.at[pair])
-                rows = pages.q.at[item.row, item.head]
+                rows = pages.queries(item, index)
                 tile = buffers.q_tile.at[pair, pl.ds(0, shape.rows)]
                 plgpu.copy_gmem_to_smem(rows, tile, buffers.q_ready.at[pair])
 
@@ -395,12 +404,16 @@ def _fetch_items(
             ):
                 _when(position >= stages, plgpu.barrier_wait, free.at[buffers.barrier(position)])
                 fetch_block(source, ring, ready, ids, offset, item.head, position)
+            if ahead is not None:
+                pl.when(step == q_step)(partial(ahead.prepare, index, following))
             return next_ids
 
         ids = lax.fori_loop(0, item.steps, fetch_step, ids)
         return filled + item.steps, following, ids
 
     first = load_item(jnp.int32(0))
+    if ahead is not None:
+        ahead.start(first)
     start = (jnp.int32(0), first, page_ids(first.row, first.begin))
     filled, _, _ = lax.fori_loop(0, count, fetch_item, start)
     # The last release of everything is awaited, so that no barrier ends half used.

@@ -1,7 +1,8 @@
 """Split-KV: which chunks of the context a decode step works on, and how their results combine.
 
 Chunk borders are multiples of the chunk's size and chunks are added in order, so a row's result is
-the same whatever batch and bucket it is in.
+the same whatever batch and bucket it is in. Which of them is the last follows from the row's length
+alone: with `merged` chunks it takes up to half a chunk more rather than leave a short one behind.
 """
 
 import math
@@ -59,7 +60,8 @@ class Work(NamedTuple):
 
     Attributes:
         items: i32[I, 8]; row, chunk, first position (a multiple of BLOCK), steps of BLOCK keys,
-            first key any query sees, position of the first query, keys of the row, 0.
+            first key any query sees, position of the first query, keys of the row, slot of its
+            token (0 unless rows have one query).
         live: i32[1]; live items, which come first.
         first_chunk, end_chunk: i32[S]; the chunks of each row.
     """
@@ -70,16 +72,18 @@ class Work(NamedTuple):
     end_chunk: Int32[Array, " S"]
 
 
-def count_chunks(tokens: int, chunk: int) -> int:
+def count_chunks(tokens: int, chunk: int, merged: bool = False) -> int:
     """Chunks of a context of so many tokens."""
-    return -(-tokens // chunk)
+    return max(tokens - 1 - (chunk // 2 if merged else 0), 0) // chunk + 1
 
 
-def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: int) -> Work:
+def decode_work(
+    meta: AttentionMeta, page_size: int, window: int | None, chunk: int, merged: bool = False
+) -> Work:
     """The work list of a step. Equal for all layers of equal window, so XLA computes it once.
 
-    Order: whole chunks, then every row's last chunk by size; what is dealt in this order ends
-    within about half a chunk of each other.
+    Order: last chunks that exceed a whole one, whole chunks, the other last chunks by size; what is
+    dealt in this order ends within about half a chunk of each other.
     """
     num_rows, num_pages = meta.block_tables.shape
     kv_lens = meta.kv_lens
@@ -89,24 +93,32 @@ def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: 
     if window is not None:
         lowest = jnp.maximum(first_query - window + 1, 0)
     live = kv_lens > 0
-    first_chunk = lowest // chunk
-    last_chunk = jnp.where(live, (kv_lens - 1) // chunk, first_chunk)
-    by_size = _longest_first(jnp.where(live, kv_lens - last_chunk * chunk, 0))
+    final = jnp.maximum(kv_lens - 1 - (chunk // 2 if merged else 0), 0) // chunk
+    first_chunk = jnp.minimum(lowest // chunk, final)
+    last_chunk = jnp.where(live, final, first_chunk)
+    size = jnp.where(live, kv_lens - last_chunk * chunk, 0)
+    by_size = _longest_first(size)
+    long = jnp.sum(size > chunk, dtype=jnp.int32)
 
-    index = jnp.arange(num_rows * count_chunks(num_pages * page_size, chunk), dtype=jnp.int32)
+    max_chunks = count_chunks(num_pages * page_size, chunk, merged)
+    index = jnp.arange(num_rows * max_chunks, dtype=jnp.int32)
     counts = last_chunk - first_chunk
     ends = jnp.cumsum(counts)
-    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    whole_index = index - long
+    row = jnp.searchsorted(ends, whole_index, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, num_rows - 1)
-    part = first_chunk[row] + index - (ends - counts)[row]
-    tail = by_size[jnp.clip(index - ends[-1], 0, num_rows - 1)]
-    row = jnp.where(index < ends[-1], row, tail)
-    part = jnp.where(index < ends[-1], part, last_chunk[tail])
+    part = first_chunk[row] + whole_index - (ends - counts)[row]
+    is_whole = (whole_index >= 0) & (whole_index < ends[-1])
+    tail_index = jnp.where(whole_index < 0, index, index - ends[-1])
+    tail = by_size[jnp.clip(tail_index, 0, num_rows - 1)]
+    row = jnp.where(is_whole, row, tail)
+    part = jnp.where(is_whole, part, last_chunk[tail])
 
     begin = jnp.maximum(part * chunk, lowest[row] // BLOCK * BLOCK)
-    end = jnp.minimum((part + 1) * chunk, kv_lens[row])
+    end = jnp.where(part == last_chunk[row], kv_lens[row], (part + 1) * chunk)
+    slot = meta.slots[row] if meta.max_query_len == 1 else jnp.zeros_like(row)
     fields = (row, part, begin, -(-(end - begin) // BLOCK), lowest[row], first_query[row])
-    items = jnp.stack([*fields, kv_lens[row], jnp.zeros_like(row)], axis=1)
+    items = jnp.stack([*fields, kv_lens[row], slot], axis=1)
     count = ends[-1] + jnp.sum(live, dtype=jnp.int32)
     return Work(items, count[None], first_chunk, jnp.where(live, last_chunk + 1, first_chunk))
 

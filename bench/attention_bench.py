@@ -24,7 +24,8 @@ from absl import app, flags
 from jax import lax
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
-from octavo.attention.mosaic_decode import DecodeTuning, decode_mosaic, default_tuning
+from octavo.attention.decode_tuning import DecodeTuning, default_tuning
+from octavo.attention.mosaic_decode import decode_mosaic
 from octavo.attention.mosaic_prefill import (
     PrefillTuning,
     default_prefill_tuning,
@@ -117,16 +118,21 @@ EXTRA = (
 )
 
 
-def _inputs(case: Scenario) -> tuple[jax.Array, list[LayerCache], AttentionMeta]:
+def inputs(
+    case: Scenario, most_caches: int = 8
+) -> tuple[jax.Array, list[LayerCache], AttentionMeta]:
+    """Queries, as many caches as leave none of them in the L2, and the rows on shuffled pages."""
     lengths = case.kv_lens()
     needed = -(-lengths // case.page)
     width = int(needed.max())
     num_pages = int(needed.sum()) + 1
-    caches = max(1, min(8, round(1.2e9 / case.floor_bytes())))
+    caches = max(1, min(most_caches, round(1.2e9 / case.floor_bytes())))
     pages = np.random.default_rng(0).permutation(np.arange(1, num_pages))
     tables = np.zeros((case.rows, width), np.int32)
     for row, end in enumerate(np.cumsum(needed)):
         tables[row, : needed[row]] = pages[end - needed[row] : end]
+    last = np.take_along_axis(tables, (lengths - 1)[:, None] // case.page, axis=1)[:, 0]
+    slots = last * case.page + (lengths - 1) % case.page
     keys = jax.random.split(jax.random.key(0), 2 * caches + 1)
     shape = (num_pages, case.page, case.kv_heads, case.head_dim)
     draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
@@ -138,7 +144,7 @@ def _inputs(case: Scenario) -> tuple[jax.Array, list[LayerCache], AttentionMeta]
         block_tables=jnp.asarray(tables),
         kv_lens=jnp.asarray(lengths),
         query_starts=jnp.arange(case.rows + 1, dtype=jnp.int32) * case.queries,
-        slots=jnp.zeros(case.rows * case.queries, jnp.int32),
+        slots=jnp.asarray(np.repeat(slots, case.queries)),
         num_rows=jnp.int32(case.rows),
         max_query_len=case.queries,
     )
@@ -163,7 +169,7 @@ def _program(case: Scenario, attend: partial, caches: int) -> tuple[Callable, in
     return run, rounds * LAYERS
 
 
-def _seconds(compiled: jax.stages.Compiled, arguments: tuple, launches: int) -> float:
+def seconds_of(compiled: Callable, arguments: tuple, launches: int) -> float:
     """Median of three runs of the program, a launch."""
     jax.block_until_ready(compiled(*arguments))
     times = []
@@ -192,7 +198,7 @@ def _tunings(case: Scenario) -> Iterator[DecodeTuning | PrefillTuning]:
 
 
 def _measure(case: Scenario) -> Iterator[dict]:
-    arguments = _inputs(case)
+    arguments = inputs(case)
     tunings = list(_tunings(case))
 
     def compile_one(tuning: DecodeTuning | PrefillTuning) -> tuple[jax.stages.Compiled, int] | str:
@@ -218,7 +224,7 @@ def _measure(case: Scenario) -> Iterator[dict]:
         if isinstance(outcome, str):
             yield line | {"error": outcome}
             continue
-        seconds = _seconds(outcome[0], arguments, outcome[1])
+        seconds = seconds_of(outcome[0], arguments, outcome[1])
         yield line | _figures(case, seconds)
 
 
@@ -241,7 +247,7 @@ def _dense(case: Scenario) -> float:
 
         return lax.fori_loop(0, launches, one, q)
 
-    return _seconds(jax.jit(run).lower(q, k, v).compile(), (q, k, v), launches)
+    return seconds_of(jax.jit(run).lower(q, k, v).compile(), (q, k, v), launches)
 
 
 def _figures(case: Scenario, seconds: float) -> dict:

@@ -1,6 +1,6 @@
 """What the compiler makes of a Mosaic GPU kernel: registers, spills and the loops' instructions.
 
-    python bench/kernel_report.py --out=DIR                          # paged prefill and decode
+    python bench/kernel_report.py --out=DIR                  # paged prefill, decode, raw decode
     python bench/kernel_report.py --out=DIR --only=prefill --head_dim=64
 
 Needs no GPU and no driver: XLA compiles ahead of time for the H200 described below. It needs the
@@ -27,8 +27,10 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.front import Front
 from octavo.attention.mosaic_decode import decode_mosaic
 from octavo.attention.mosaic_prefill import prefill_mosaic
+from octavo.attention.mosaic_raw import decode_raw_mosaic
 from octavo.cache.layout import LayerCache
 
 _OUT = flags.DEFINE_string("out", None, "Folder for what the compiler writes.", required=True)
@@ -79,7 +81,13 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         )
         return partial(kernel, spec=spec), (q, LayerCache(pages, pages), meta)
 
-    return {"prefill": case(4, 2048, prefill_mosaic), "decode": case(64, 1, decode_mosaic)}
+    prefill, decode = case(4, 2048, prefill_mosaic), case(64, 1, decode_mosaic)
+    angles: Any = jax.ShapeDtypeStruct((64, dim // 2), jnp.float32)
+    norm: Any = jax.ShapeDtypeStruct((dim,), jnp.bfloat16)
+    qkv = jax.ShapeDtypeStruct((64, 8, 6, dim), jnp.bfloat16)
+    raw = partial(decode_raw_mosaic, spec=spec)
+    arguments = (qkv, Front(angles, angles, norm, norm), *decode[1][1:])
+    return {"prefill": prefill, "decode": decode, "raw": (raw, arguments)}
 
 
 def compile_for_h200(function: Callable, arguments: tuple) -> jax.stages.Compiled:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from octavo.attention.api import attend, write
+from octavo.attention.api import attend, attend_raw, takes_raw, write
 from octavo.attention.contract import AttentionMeta
+from octavo.attention.front import Front
 from octavo.cache.layout import KVCache, LayerCache
 from octavo.model.config import ModelConfig, RopeConfig
 from octavo.model.decode_block import MAX_ROWS, between_attentions, pad_rows
@@ -165,17 +166,22 @@ def _attention(
 ) -> tuple[Float[Array, "T K G D"], LayerCache]:
     """What attention mixes for each query head, and the layer's cache with the new keys."""
     group, eps, offset = config.group_size, config.norm_eps, config.norm_offset
+    layer, rope = cache.layers[index], tables[config.layers[index].rope]
+    spec = config.attention_spec(index, None if mesh is None else TENSOR)
+    if takes_raw(impl, meta):
+        front = Front(*rope, weights.get("q_norm"), weights.get("k_norm"), eps, offset)
+        with jax.named_scope("attend"):
+            mixed, layer = attend_raw(qkv, front, layer, meta, spec, mesh=mesh)
+        return mixed.reshape(-1, config.num_kv_heads, group, config.head_dim), layer
     q = qkv[:, :, :group].reshape(-1, config.num_heads, config.head_dim)
     k, v = qkv[:, :, group], qkv[:, :, group + 1]
     with jax.named_scope("rope"):
-        rope = tables[config.layers[index].rope]
         if config.qk_norm:
             q = rms_norm(q, weights["q_norm"], eps, offset)
             k = rms_norm(k, weights["k_norm"], eps, offset)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-    spec = config.attention_spec(index, None if mesh is None else TENSOR)
     with jax.named_scope("kv_write"):
-        layer = write(cache.layers[index], k, v, meta, spec, impl=impl, mesh=mesh)
+        layer = write(layer, k, v, meta, spec, impl=impl, mesh=mesh)
     with jax.named_scope("attend"):
         mixed = attend(q, layer, meta, spec, impl=impl, mesh=mesh)
     return mixed.reshape(-1, config.num_kv_heads, group, config.head_dim), layer

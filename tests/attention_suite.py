@@ -1,12 +1,28 @@
 """The cases every attention implementation is run through, and a float64 oracle in plain numpy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.cache.layout import LayerCache
+
+H200 = AbstractMesh(
+    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+)
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Runs the GPU kernels on the CPU, with race detection."""
+    races = plgpu.InterpretGPUParams(detect_races=True)
+    with plgpu.force_gpu_interpret_mode(races), use_abstract_mesh(H200):
+        yield
 
 
 @dataclass(frozen=True)

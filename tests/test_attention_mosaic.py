@@ -1,7 +1,5 @@
 """The Mosaic-GPU kernels: interpreted with race detection here, the whole suite on a GPU."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -10,27 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import CASES, TOLERANCE, Case, Problem, build, error, oracle
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from attention_suite import (
+    CASES,
+    H200,
+    TOLERANCE,
+    Case,
+    Problem,
+    build,
+    error,
+    interpreter,
+    oracle,
+)
+from jax.sharding import use_abstract_mesh
 
 from octavo.attention import mosaic_write
 from octavo.attention.api import attend, write
 from octavo.attention.contract import AttentionSpec
-from octavo.attention.mosaic_decode import (
-    SMEM_BYTES,
-    DecodeTuning,
-    decode_mosaic,
-    default_tuning,
-)
+from octavo.attention.decode_tuning import SMEM_BYTES, DecodeTuning, default_tuning
+from octavo.attention.mosaic_decode import decode_mosaic
 from octavo.attention.mosaic_prefill import PrefillTuning, default_prefill_tuning, prefill_mosaic
-from octavo.attention.splits import decode_work
+from octavo.attention.splits import count_chunks, decode_work
 from octavo.cache.layout import LayerCache
 
 _BY_NAME = {case.name: case for case in CASES}
-_H200 = AbstractMesh(
-    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-)
 _DECODE = {"dtype": "bfloat16", "head_dim": 64}
 
 INTERPRETED = (
@@ -78,19 +78,12 @@ PREFILL_ON_GPU = (
 )  # fmt: skip
 
 
-@contextmanager
-def _interpreter() -> Iterator[None]:
-    races = plgpu.InterpretGPUParams(detect_races=True)
-    with plgpu.force_gpu_interpret_mode(races), use_abstract_mesh(_H200):
-        yield
-
-
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 def test_decode_interpreted_with_race_detection(case: Case):
     problem = build(case)
     tuning = DecodeTuning(chunk=256, stages=2, pairs=2, num_blocks=2, interpreted=True)
     run = partial(decode_mosaic, spec=problem.spec, tuning=tuning)
-    with _interpreter():
+    with interpreter():
         out = jax.jit(run)(problem.q, problem.layer, problem.meta, sinks=problem.sinks)
     assert error(out, oracle(problem)) <= TOLERANCE[case.dtype]
 
@@ -111,7 +104,7 @@ def test_prefill_interpreted_with_race_detection(case: Case):
         block=128 if "128" in case.name else 64, value_stages=1, num_blocks=3, interpreted=True
     )
     run = partial(prefill_mosaic, spec=problem.spec, tuning=tuning)
-    with _interpreter():
+    with interpreter():
         out = jax.jit(run)(problem.q, problem.layer, problem.meta, sinks=problem.sinks)
     assert error(out, oracle(problem)) <= TOLERANCE[case.dtype]
 
@@ -120,7 +113,7 @@ def test_prefill_interpreted_with_race_detection(case: Case):
 def test_prefill_lowers_for_cuda_without_a_gpu(head_dim: int):
     case = Case("lowered", ((40, 200), (1, 64)), 8, 2, head_dim, 64, "bfloat16", window=100)
     problem = build(case)
-    with use_abstract_mesh(_H200):
+    with use_abstract_mesh(H200):
         run = jax.jit(partial(attend, spec=problem.spec, impl="mosaic"))
         traced = run.trace(problem.q, problem.layer, problem.meta)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -130,7 +123,7 @@ def test_prefill_lowers_for_cuda_without_a_gpu(head_dim: int):
 def test_decode_lowers_for_cuda_without_a_gpu(head_dim: int):
     case = Case("lowered", ((2, 200), (1, 64)), 8, 2, head_dim, 64, "bfloat16", window=100)
     problem = build(case)
-    with use_abstract_mesh(_H200):
+    with use_abstract_mesh(H200):
         run = jax.jit(partial(attend, spec=problem.spec, impl="mosaic"))
         traced = run.trace(problem.q, problem.layer, problem.meta)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -159,14 +152,14 @@ def _assert_written(out: LayerCache, problem: tuple) -> None:
 def test_write_interpreted_with_race_detection(tokens: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mosaic_write, "BATCHED_FROM", 24)
     problem = _to_write(tokens, 2)
-    with _interpreter():
+    with interpreter():
         out = jax.jit(mosaic_write.write_mosaic)(*problem)
     _assert_written(out, problem)
 
 
 def test_write_is_in_place_and_lowers_for_cuda_without_a_gpu():
     problem = _to_write(256, 2)
-    with use_abstract_mesh(_H200):
+    with use_abstract_mesh(H200):
         traced = jax.jit(mosaic_write.write_mosaic, donate_argnums=0).trace(*problem)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
@@ -196,14 +189,16 @@ def test_prefill_steps_write_by_the_kernel_and_decode_steps_scatter():
     for longest, kernels in ((256, 1), (1, 0)):
         step = replace(meta, slots=slots, max_query_len=longest)
         run = jax.jit(partial(write, spec=AttentionSpec(scale=1.0)))
-        with use_abstract_mesh(_H200):
+        with use_abstract_mesh(H200):
             text = run.trace(layer, k, v, step).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("mosaic_gpu_v2") == kernels
 
 
-def _chunks(lowest: int, length: int, chunk: int) -> set[tuple[int, int, int]]:
+def _chunks(lowest: int, length: int, chunk: int, merged: bool) -> set[tuple[int, int, int]]:
     """Index, first key and end of each chunk of a row, by walking its positions."""
     borders = list(range(0, length + chunk, chunk))
+    if merged and len(borders) > 2 and length - borders[-2] <= chunk // 2:
+        borders.pop(-2)
     return {
         (index, max(start, lowest // 64 * 64), min(end, length))
         for index, (start, end) in enumerate(pairwise(borders))
@@ -211,20 +206,22 @@ def _chunks(lowest: int, length: int, chunk: int) -> set[tuple[int, int, int]]:
     }
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("window", [None, 600, 100])
-def test_work_covers_each_chunk_once_with_the_longest_first(window: int | None):
-    lengths = (1300, 512, 70, 513, 1, 256, 257, 3000)
+def test_work_covers_each_chunk_once_with_the_longest_first(window: int | None, merged: bool):
+    lengths = (1300, 512, 70, 513, 1, 256, 257, 3000, 768, 769)
     case = Case("work", tuple((1, n) for n in lengths), page=64, pad_rows=2, window=window)
-    work = decode_work(build(case).meta, case.page, window, 512)
+    work = decode_work(build(case).meta, case.page, window, 512, merged)
     count = int(work.live[0])
     items = work.items[:count].tolist()
     expected = {
         (row, index, begin, -(-(end - begin) // 64))
         for row, length in enumerate(lengths)
-        for index, begin, end in _chunks(max(0, length - (window or length)), length, 512)
+        for index, begin, end in _chunks(max(0, length - (window or length)), length, 512, merged)
     }
     assert len(items) == len(expected) == count
     assert {tuple(item[:4]) for item in items} == expected
+    assert max(part for _, part, *_ in items) < count_chunks(3000, 512, merged)
     assert np.asarray(work.end_chunk - work.first_chunk).tolist()[len(lengths) :] == [0, 0]
     if window is None:
         steps = [item[3] for item in items]
@@ -243,7 +240,7 @@ def test_work_covers_each_chunk_once_with_the_longest_first(window: int | None):
 def test_refusals_name_their_reason(change: dict, reason: str):
     case = replace(Case("refused", ((1, 20),), page=64, **_DECODE), **change)
     problem = build(case)
-    with use_abstract_mesh(_H200), pytest.raises(NotImplementedError, match=reason):
+    with use_abstract_mesh(H200), pytest.raises(NotImplementedError, match=reason):
         attend(problem.q, problem.layer, problem.meta, problem.spec, "mosaic")
 
 
