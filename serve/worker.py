@@ -5,6 +5,7 @@ allow a request, and reports what it has measured once a second, which is its si
 """
 
 import asyncio
+import logging
 import pickle
 import socket
 import sys
@@ -26,6 +27,8 @@ from octavo.serve.wire import EngineNews
 
 BEAT_SECONDS = 1.0
 ANSWER_SECONDS = 1.0
+
+log = logging.getLogger("octavo.fleet")
 
 
 @dataclass(frozen=True)
@@ -116,18 +119,26 @@ class Worker:
         return self._context.measured()
 
     async def _read(self) -> None:
-        while True:
-            match self._decode(await self._socket.recv()):
-                case EngineNews() as news:
-                    self._api.on_news(news)
-                case Drain():
-                    self._api.drain()
-                case Verdict() as verdict:
-                    self._doorman.answered(verdict)
-                case Total() as total if self._asked is not None and not self._asked.done():
-                    self._asked.set_result(pickle.loads(total.recorder))
-                case _:
-                    pass
+        """Take what the fleet says; where that fails this process ends, and another is started."""
+        try:
+            while True:
+                self._take(await self._socket.recv())
+        except Exception:
+            log.exception("what the fleet said could not be taken: ending")
+            self._api.end()
+
+    def _take(self, payload: bytes) -> None:
+        match self._decode(payload):
+            case EngineNews() as news:
+                self._api.on_news(news)
+            case Drain():
+                self._api.drain()
+            case Verdict() as verdict:
+                self._doorman.answered(verdict)
+            case Total() as total if self._asked is not None and not self._asked.done():
+                self._asked.set_result(pickle.loads(total.recorder))
+            case _:
+                pass
 
     async def _beat(self) -> None:
         while True:

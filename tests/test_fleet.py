@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from mock_server import gone, running
+from mock_server import PATIENCE, gone, running
 from test_server_life import exit_code, hang_up, start_stream
 
 from octavo.serve import fleet as fleet_module
@@ -25,7 +25,7 @@ from octavo.serve.key_limits import KeyLimits
 from octavo.serve.metrics import Recorder, add_up
 from octavo.serve.server import listen
 from octavo.serve.supervisor import Standstill
-from octavo.serve.worker import BEAT_SECONDS, Beat, Loaded, Worker
+from octavo.serve.worker import BEAT_SECONDS, Beat, Loaded, ToWorker, Worker
 
 WORKER = "octavo.serve.worker"
 encode = msgspec.msgpack.encode
@@ -232,6 +232,15 @@ def test_a_sum_that_does_not_come_is_asked_for_anew(monkeypatch):
 
     assert asyncio.run(twice()) == ["its own", "its own"]
     assert asked == [{"ask": True}] * 2
+
+
+def test_a_process_that_cant_take_its_news_ends_for_another():
+    worker, ended = Worker.__new__(Worker), []
+    worker._decode = msgspec.msgpack.Decoder(ToWorker).decode
+    worker._socket = SimpleNamespace(recv=lambda: asyncio.sleep(0, b"junk"))
+    worker._api = SimpleNamespace(end=lambda: ended.append(True))
+    asyncio.run(asyncio.wait_for(worker._read(), PATIENCE))
+    assert ended == [True]
 
 
 def test_a_standstill_is_noticed_once():
