@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
@@ -19,10 +21,12 @@ H200 = AbstractMesh(
 
 @contextmanager
 def interpreter() -> Iterator[None]:
-    """Runs the GPU kernels on the CPU, with race detection."""
+    """Runs the GPU kernels on the CPU; fails if two accesses to shared memory race."""
     races = plgpu.InterpretGPUParams(detect_races=True)
     with plgpu.force_gpu_interpret_mode(races), use_abstract_mesh(H200):
         yield
+        jax.effects_barrier()
+    assert not gpu_callbacks.get_races().races_found
 
 
 @dataclass(frozen=True)

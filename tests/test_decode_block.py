@@ -1,7 +1,6 @@
 """The kernel between two attentions: its cuts, interpreted with race detection, on a GPU."""
 
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -11,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from attention_suite import H200, interpreter
+from jax.sharding import use_abstract_mesh
 from paged_model import PagedModel
 from tiny import tiny_fields
 
@@ -32,21 +30,11 @@ from octavo.model.mosaic_block import no_arrivals
 from octavo.model.params import init_params, shape_dtypes
 from octavo.model.sharding import host_mesh
 
-_H200 = AbstractMesh(
-    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-)
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"
 SMALL = BlockTuning(num_blocks=2, ring=6, activation_ring=2, interpreted=True)
 """Two blocks, and rings that come round often."""
 
 WIDE = replace(SMALL, row_tiles=2)
-
-
-@contextmanager
-def _interpreter():
-    races = plgpu.InterpretGPUParams(detect_races=True)
-    with plgpu.force_gpu_interpret_mode(races), use_abstract_mesh(_H200):
-        yield
 
 
 def _config(**fields):
@@ -108,6 +96,7 @@ def apart():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
+        patch.setenv("NPROC", "64")  # the size of XLA's thread pools
         with get_context("spawn").Pool(1) as pool:
             yield lambda function, *args: pool.apply_async(function, args).get(timeout=240)
 
@@ -135,10 +124,9 @@ def _interpret(rows, last, plan):
     )
     # What lies in padded rows must not reach others.
     padded = pad_rows(x).at[rows:].set(jnp.nan)
-    with _interpreter():
+    with interpreter():
         found = jax.jit(run)(weights, None if last else following, norm, x=padded, mixed=mixed)
         jax.block_until_ready(found)
-    assert not gpu_callbacks.get_races().races_found
     expected = between_reference(weights, None if last else following, norm, config, x, mixed)
     _assert_close(found[0][:rows], expected[0])
     _assert_close(found[1], expected[1])
@@ -154,7 +142,7 @@ def test_lowers_for_cuda_without_a_gpu(name, rows):
     x = jax.eval_shape(pad_rows, draw(rows, config.hidden_size))
     mixed = draw(rows, config.num_kv_heads, config.group_size, config.head_dim)
     norm = draw(config.hidden_size)
-    with use_abstract_mesh(_H200):
+    with use_abstract_mesh(H200):
         run = jax.jit(partial(between_attentions, config=config, arrivals=no_arrivals()))
         for following in (layer, None):
             traced = run.trace(layer, following, norm, x=x, mixed=mixed)
@@ -189,7 +177,7 @@ def _assert_same_logits(config, params, calls):
         # A mixed step is the plain graph's in both.
         model.step([[5, 6, 7], [8], []], width=8)
         assert not calls
-        with _interpreter():
+        with interpreter():
             logits[block] = model.step([[9], [10], [11]], width=3)
     assert [following is None for following in calls] == [False, True]
     for graph, kernel in zip(logits["xla"], logits["mosaic"]):
@@ -207,7 +195,7 @@ def _assert_same_logits(config, params, calls):
     ],
 )
 def test_models_it_is_not_for_are_refused_by_name(fields, words):
-    with use_abstract_mesh(_H200):
+    with use_abstract_mesh(H200):
         assert block_refusal(_config()) is None
         refusal = block_refusal(_config(**fields))
         assert refusal is not None
