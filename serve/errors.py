@@ -175,6 +175,11 @@ def unavailable(message: str, retry_after: int = 5) -> ApiError:
     )
 
 
+def aborted() -> ApiError:
+    """503: an operator's order has ended the request, where its answer can't say so by itself."""
+    return unavailable("the request was ended by an operator's order")
+
+
 def internal(message: str) -> ApiError:
     """500: our fault."""
     return ApiError(500, message, kind="server_error", code="internal_error")

@@ -1,7 +1,8 @@
 """Several API processes on one port: starts them, restarts those that die, sums what they do.
 
 Each has a listening socket of its own that this process keeps open, so that connections which wait
-on a dead process's socket are answered by its successor. A process is killed when it has given no
+on a dead process's socket are answered by its successor; in a drain it has none, and the socket
+is closed. A process is killed when it has given no
 sign of life for `watchdog_seconds`. The engine core is told of a dead one and aborts its requests;
 what it held of its callers' key limits is free again.
 """
@@ -152,6 +153,8 @@ class Fleet:
             self._departed = add_up([self._departed, member.recorder])
             self._gone(member.identity)
             if self._stopping:
+                # Nobody accepts there any more: new connections go to those that still drain.
+                self._listeners[index].close()
                 return
             log.error("API process %d has ended (exit code %d); starting another", index, code)
             if time.monotonic() - born < YOUNG_SECONDS:

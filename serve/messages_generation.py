@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from octavo.serve import objects
+from octavo.serve import errors, objects
 from octavo.serve.answer_parser import (
     AnswerEvent,
     CallArguments,
@@ -16,7 +16,7 @@ from octavo.serve.generation import Choice
 from octavo.serve.objects import event
 from octavo.serve.output import Delta
 from octavo.serve.split_generation import SplitGeneration
-from octavo.serve.types import FINISH_LENGTH
+from octavo.serve.types import FINISH_ABORT, FINISH_LENGTH
 
 
 class Blocks:
@@ -126,7 +126,10 @@ class MessagesGeneration(SplitGeneration):
         }
 
     def _stop(self) -> tuple[str, str | None]:
+        """stop_reason and stop_sequence; ApiError for an end that they have no word for."""
         choice, answer = self.choices[0], self._answers[0]
+        if answer.finish_reason == FINISH_ABORT:
+            raise errors.aborted()
         if answer.finish_reason == FINISH_LENGTH:
             return "max_tokens", None
         if answer.splitter.calls:

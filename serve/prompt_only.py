@@ -15,7 +15,7 @@ from octavo.serve.answering import Guard
 from octavo.serve.bodies import parse_body, take
 from octavo.serve.context import ServerContext, context_of, visit_of
 from octavo.serve.errors import ApiError
-from octavo.serve.types import FINISH_ERROR, TokenEvent
+from octavo.serve.types import FINISH_ABORT, FINISH_ERROR, TokenEvent
 from octavo.serve.wire import Ready
 
 
@@ -90,6 +90,8 @@ async def run_prompts(
                 context.recorder.ended(visit, times[event.request_id])
                 if event.finish_reason == FINISH_ERROR:
                     raise errors.internal(event.error or "the request failed")
+                if event.finish_reason == FINISH_ABORT:
+                    raise errors.aborted()
     finally:
         guard.end()
     return [ends[one.request_id] for one in requests], call.epoch

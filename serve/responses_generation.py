@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from octavo.serve import objects
+from octavo.serve import errors, objects
 from octavo.serve.chat_formats import AnswerPlan
 from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
@@ -15,7 +15,7 @@ from octavo.serve.output import Delta, TokenText
 from octavo.serve.responses_output import EventWriter, OutputItems
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.timing import Visit
-from octavo.serve.types import FINISH_LENGTH
+from octavo.serve.types import FINISH_ABORT, FINISH_LENGTH
 
 
 class ResponsesGeneration(SplitGeneration):
@@ -71,6 +71,9 @@ class ResponsesGeneration(SplitGeneration):
         return objects.to_json(self._response(status))
 
     def _status(self) -> str:
+        """How it ended; ApiError for an end that there is no word for."""
+        if self._answers[0].finish_reason == FINISH_ABORT:
+            raise errors.aborted()
         cut = self._answers[0].finish_reason == FINISH_LENGTH
         return "incomplete" if cut else "completed"
 

@@ -27,12 +27,16 @@ class ReloadBody(BaseModel):
     mode: str | None = None
 
 
-def _context(request: Request) -> ServerContext:
-    """The server's state; ApiError 403 where nobody is an operator, 503 without an engine."""
+def _context(request: Request, *, draining: bool = False) -> ServerContext:
+    """The server's state; ApiError 403 where nobody is an operator, 503 without an engine.
+
+    And while it drains, unless `draining` orders are taken too.
+    """
     context = context_of(request)
     if not context.config.admin_endpoints:
         raise errors.forbidden("this server takes no orders by HTTP: see admin_endpoints")
-    context.require_ready()
+    if not (draining and context.status == "draining"):
+        context.require_ready()
     return context
 
 
@@ -62,8 +66,8 @@ async def pause(request: Request) -> Response:
 
 @router.post("/resume", response_model=None)
 async def resume(request: Request) -> Response:
-    """End a pause."""
-    await _context(request).client.control("resume")
+    """End a pause; a drain's as well, which waits for requests that the pause holds back."""
+    await _context(request, draining=True).client.control("resume")
     return _json({"status": "resumed"})
 
 

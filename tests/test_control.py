@@ -1,12 +1,13 @@
 """Pause, resume and other weights over HTTP. The mock's answer begins an epoch's tokens later."""
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mock_engine import ByteTokenizer, expected
-from mock_server import running
+from mock_server import PATIENCE, running
 
 LONG = "<|slow|>" + "abcdefgh" * 5
 """A prompt whose answer takes 20 ms a token."""
@@ -113,6 +114,56 @@ def test_abort_is_the_default_and_ends_everything(srv, pool):
     srv.good(srv.post("/pause?mode=keep"))  # another mode may follow
     srv.good(srv.post("/resume"))
     assert text(srv.complete("abc")) == said("abc", 8, now(srv))
+
+
+CONVERSATION = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 500}
+WORDLESS = {
+    "/v1/messages": {"model": "mock", **CONVERSATION},
+    "/v1/responses": {"input": LONG, "max_output_tokens": 500},
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/v1/score": {"prompt": "a", "continuations": ["b"]},
+}
+"""Requests whose answers have no word for an abort."""
+
+
+@pytest.mark.parametrize("path", WORDLESS)
+def test_what_an_order_ends_is_no_whole_answer(srv, pool, path):
+    srv.good(srv.post("/pause?mode=keep"))
+    asked = pool.submit(srv.post, path, WORDLESS[path])
+    srv.wait(lambda: not srv.idle())
+    srv.good(srv.post("/pause?mode=abort"))
+    status, headers, body = asked.result(20)
+    assert (status, "operator" in body["error"]["message"]) == (503, True)
+    assert headers["retry-after"]
+    srv.good(srv.post("/resume"))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/messages", "error"), ("/v1/responses", "response.failed")]
+)
+def test_what_an_order_ends_is_no_whole_stream(srv, pool, path, kind):
+    before = srv.metric("vllm:generation_tokens_total")
+    asked = pool.submit(srv.post, path, {**WORDLESS[path], "stream": True})
+    srv.wait(lambda: srv.metric("vllm:generation_tokens_total") > before + 2)
+    srv.good(srv.post("/pause?mode=abort"))
+    status, _, data = asked.result(20)
+    last = json.loads(data.split(b"data: ")[-1])
+    assert (status, last["type"]) == (200, kind)
+    assert "operator" in last.get("response", last)["error"]["message"]
+    srv.good(srv.post("/resume"))
+
+
+def test_a_pause_can_be_ended_while_a_drain_waits_for_what_it_holds_back(pool):
+    with running(admin_endpoints=True, drain_seconds=PATIENCE) as server:
+        server.good(server.post("/pause?mode=wait"))
+        late = pool.submit(server.complete, "abc")
+        server.wait(lambda: not server.idle())
+        server.signal()
+        server.wait(lambda: server.status() == "draining")
+        assert server.post("/pause")[0] == 503
+        server.good(server.post("/resume"))
+        assert text(late.result(20)) == said("abc", 8, 0)
+        assert server.process.wait(PATIENCE) == 0
 
 
 def test_other_weights_are_named_by_every_answer(srv):

@@ -155,6 +155,18 @@ def test_the_drain_lets_every_process_finish():
         assert all(gone(pid) for pid in [core, *workers])
 
 
+def test_a_process_that_has_drained_first_leaves_no_connection_waiting():
+    """They go to the one that still drains, which answers them."""
+    with running(api_processes=2) as server:
+        server.wait(lambda: all_ready(server))
+        stream = start_stream(server)
+        server.signal()
+        server.wait(lambda: len(server.children(WORKER)) == 1)
+        server.wait(lambda: all(server.status() == "draining" for _ in range(12)))
+        hang_up(*stream)
+        assert exit_code(server) == 0
+
+
 def test_everything_ends_with_the_parent():
     with running(api_processes=2) as server:
         pids = [server.core_pid(), *server.children(WORKER)]
