@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -61,7 +62,7 @@ log = logging.getLogger("octavo.core")
 
 @dataclass(frozen=True)
 class CoreSpec:
-    """How to start a core: where to listen, what to build.
+    """How to start a core: where to listen, in a folder of the parent's own, and what to build.
 
     `factory` is an importable "module:attribute" called with `config`; `weights` says which ones
     these are, if a former life has loaded others than it began with.
@@ -309,10 +310,11 @@ def resolve(name: str) -> Any:
     return target
 
 
-def follow_parent() -> None:
+def follow_parent(address: str) -> None:
     """End with the parent and at its word only.
 
-    The process exits when its standard input closes, however deep the main thread is in a compile.
+    The process exits when its standard input closes, however deep the main thread is in a compile;
+    it takes the folder of the zmq `address` with it, which the parent had no time to remove.
     Signals meant for the whole service (a process group's, a container's) are the parent's
     business: it drains first.
     """
@@ -323,6 +325,7 @@ def follow_parent() -> None:
     def wait() -> None:
         while os.read(fd, 1):
             pass
+        shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
@@ -353,7 +356,7 @@ def say_last_words(socket: zmq.Socket[bytes], message: str) -> None:
 def main() -> int:
     """Read the spec from standard input, build the engine, serve."""
     spec: CoreSpec = pickle.load(sys.stdin.buffer)
-    follow_parent()
+    follow_parent(spec.address)
     logs.configure(spec.log_level)
     socket = bind(spec.address)
     try:

@@ -165,7 +165,7 @@ class Worker:
 def main() -> int:
     """Read the spec from standard input and serve."""
     spec: WorkerSpec = pickle.load(sys.stdin.buffer)
-    follow_parent()
+    follow_parent(spec.address)
     logs.configure(spec.config.log_level)
 
     async def serve() -> int:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -167,12 +168,17 @@ def test_a_process_that_has_drained_first_leaves_no_connection_waiting():
         assert exit_code(server) == 0
 
 
-def test_everything_ends_with_the_parent():
-    with running(api_processes=2) as server:
-        pids = [server.core_pid(), *server.children(WORKER)]
-        server.signal(signal.SIGKILL)
-        exit_code(server)
-        server.wait(lambda: all(gone(pid) for pid in pids))
+def test_everything_ends_with_the_parent(monkeypatch):
+    """The folders of its sockets too, which it had no time to remove."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        with running(api_processes=2) as server:
+            assert len(os.listdir(folder)) == 2
+            pids = [server.core_pid(), *server.children(WORKER)]
+            server.signal(signal.SIGKILL)
+            exit_code(server)
+            server.wait(lambda: all(gone(pid) for pid in pids))
+        assert os.listdir(folder) == []
 
 
 def test_a_tokenizer_that_cannot_load_ends_the_fleet():
