@@ -84,7 +84,7 @@ def _choice(choice: Any) -> tuple[Any, bool | None]:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         chosen = _CHOICES[kind]
     else:
         raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice")
