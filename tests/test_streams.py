@@ -269,3 +269,31 @@ def test_pipelined_streams_come_whole_and_in_order(server):
 def test_one_event_a_token(server):
     events = server.stream("/v1/completions", {"prompt": "ab", "max_tokens": 40, "temperature": 0})
     assert [e["choices"][0]["text"] for e in events[:-1]] == list("ab" * 20)
+
+
+SLOW = [{"role": "user", "content": "a<|slow|>"}]
+LONG = {
+    "/v1/completions": {"prompt": "a<|slow|>", "max_tokens": 1900},
+    "/v1/chat/completions": {"messages": SLOW, "max_tokens": 1900},
+    "/v1/messages": {"messages": SLOW, "max_tokens": 1900},
+    "/v1/responses": {"input": SLOW, "max_output_tokens": 1900},
+}
+
+
+@pytest.mark.parametrize("moment", ["before a byte", "in the middle", "half closed"])
+@pytest.mark.parametrize("path", LONG)
+def test_a_client_that_leaves_takes_its_samples_with_it(server, path, moment):
+    before = server.metric("octavo:client_disconnects_total")
+    body = json.dumps({**LONG[path], "stream": True}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(head + body)
+        server.wait(lambda: not server.idle())
+        if moment != "before a byte":
+            assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        if moment == "half closed":
+            raw.shutdown(socket.SHUT_WR)
+            server.wait(server.idle)
+    server.wait(lambda: server.metric("octavo:client_disconnects_total") == before + 1)
+    server.wait(server.idle)
+    assert server.metric("vllm:num_requests_waiting") == 0
