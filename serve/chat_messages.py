@@ -1,11 +1,11 @@
 """Messages in the form that chat templates take. No jax."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.sampling.shown import shown
+from octavo.serve.strict_json import strict_json
 from octavo.serve.tool_prompt import knows_tools, spell_out_tools
 
 CUT_MARK = "\ue000octavo:end of the final message\ue001"
@@ -79,7 +79,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = strict_json(function["arguments"])
     except ValueError:
         return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+from octavo.serve.strict_json import strict_json
 from octavo.serve.tokenizer import Tokenizer
 from octavo.serve.types import Grammar
 
@@ -196,7 +197,7 @@ def _lark_source(text: str) -> str:
 
 def _parsed(text: str) -> object:
     try:
-        return json.loads(text)
+        return strict_json(text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the schema is not JSON: {error}") from None
 

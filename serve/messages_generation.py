@@ -1,6 +1,5 @@
 """Answers of Anthropic's /v1/messages: content blocks, whole or as events."""
 
-import json
 from typing import Any
 
 from octavo.serve import errors, objects
@@ -16,6 +15,7 @@ from octavo.serve.generation import Choice
 from octavo.serve.objects import event
 from octavo.serve.output import Delta
 from octavo.serve.split_generation import SplitGeneration
+from octavo.serve.strict_json import strict_json
 from octavo.serve.types import FINISH_ABORT, FINISH_LENGTH
 
 
@@ -75,7 +75,7 @@ class Blocks:
 def _input(text: str) -> dict[str, Any]:
     """A call's input; one that is no JSON object (the answer was cut) is shown as it is."""
     try:
-        value = json.loads(text)
+        value = strict_json(text)
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": text}
@@ -119,6 +119,7 @@ class MessagesGeneration(SplitGeneration):
             "type": "message",
             "role": "assistant",
             "model": self._identity.model,
+            "system_fingerprint": self._identity.fingerprint,
             "content": self.blocks.blocks,
             "stop_reason": reason,
             "stop_sequence": sequence,

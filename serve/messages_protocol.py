@@ -88,7 +88,11 @@ def _choice(choice: Any) -> tuple[Any, bool | None]:
         chosen = _CHOICES[kind]
     else:
         raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice")
-    return chosen, not choice.get("disable_parallel_tool_use", False)
+    single = choice.get("disable_parallel_tool_use", False)
+    if not isinstance(single, bool):
+        field = "tool_choice.disable_parallel_tool_use"
+        raise _wrong(field, f"must be true or false, not {shown(single)}")
+    return chosen, not single
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Prompts of a request as token ids: checked, rendered and encoded off the event loop."""
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from octavo.sampling.shown import shown
 from octavo.serve.detokenize import TextDecoder
 from octavo.serve.errors import ApiError, invalid
 from octavo.serve.protocol import ChatBody, CompletionBody, TokenizeBody
+from octavo.serve.strict_json import strict_json
 from octavo.serve.tool_request import ToolUse
 
 MAX_PROMPTS = 2048
@@ -146,7 +146,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or "{}"
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = strict_json(arguments)
             except (ValueError, RecursionError):
                 raise _wrong(f"{where}[{i}].function.arguments", "must be JSON") from None
         out.append({**call, "type": "function", "function": {**function, "arguments": arguments}})

@@ -1,10 +1,10 @@
 """Input items of /v1/responses to the messages of a chat."""
 
-import json
 from typing import Any
 
 from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, invalid
+from octavo.serve.strict_json import strict_json
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -67,7 +67,7 @@ class _History:
     def _call(self, item: dict[str, Any], where: str) -> None:
         arguments = _string(item, "arguments", where)
         try:
-            json.loads(arguments or "{}")
+            strict_json(arguments or "{}")
         except (ValueError, RecursionError):
             raise _wrong(f"{where}.arguments", "must be JSON") from None
         function = {"name": _string(item, "name", where), "arguments": arguments}

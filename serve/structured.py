@@ -4,12 +4,12 @@ All of them say the same in the words of the OpenAI API, of vLLM and of older vL
 without the model's tokens is refused here; the engine compiles the rest.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from octavo.sampling.shown import shown
 from octavo.serve.errors import ApiError, internal, invalid
+from octavo.serve.strict_json import strict_json
 from octavo.serve.types import Grammar, TokenEvent
 
 FORMATS = ("text", "json_object", "json_schema")
@@ -109,7 +109,7 @@ def _compact(field: str, asked: dict[str, Any]) -> dict[str, Any]:
 def _schema(field: str, value: Any) -> Mapping[str, Any]:
     """A schema, given as an object or as text, as an object."""
     try:
-        schema = json.loads(value) if isinstance(value, str) else value
+        schema = strict_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, Mapping):

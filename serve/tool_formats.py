@@ -18,6 +18,7 @@ from octavo.serve.answer_reader import (
     json_string,
     json_value,
 )
+from octavo.serve.strict_json import strict_json
 
 _ARGUMENTS = ("arguments", "parameters")
 _BARE_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
@@ -93,7 +94,7 @@ class JsonCallParser(AnswerParser):
 def _object_in(text: str) -> str:
     try:
         text.encode()
-        value = json.loads(text)
+        value = strict_json(text)
     except (ValueError, RecursionError):
         raise Malformed from None
     if not isinstance(value, dict):

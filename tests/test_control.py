@@ -178,6 +178,10 @@ def test_other_weights_are_named_by_every_answer(srv):
     assert {epoch(chunk) for chunk in chunks[:-1]} == {new}
     assert epoch(srv.good(srv.post("/v1/responses", {"input": "x"}))) == new
     assert epoch(srv.good(srv.post("/v1/embeddings", {"input": "x"}))) == new
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    assert epoch(srv.good(srv.post("/v1/messages", asked))) == new
+    scored = {"prompt": "x", "continuations": ["y"]}
+    assert epoch(srv.good(srv.post("/v1/score", scored))) == new
     version = srv.good(srv.get("/version"))
     assert (version["model"], epoch(version)) == ("other", new)
     assert srv.good(srv.post("/reload_weights"))["weights_epoch"] == new + 1

@@ -142,6 +142,10 @@ def test_thinking_comes_first(client):
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].function.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": "false"}},
+            "tool_choice.disable_parallel_tool_use",
+        ),
         ({"thinking": {"type": "always"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),

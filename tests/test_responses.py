@@ -377,6 +377,8 @@ REFUSED = [
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
      "input[0].arguments"),
+    *(({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": text}]},
+       "input[0].arguments") for text in ('{"a": NaN}', '{"a": 1e999}')),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
 ]  # fmt: skip
