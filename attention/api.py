@@ -34,6 +34,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 AUTO_ORDER = ("mosaic", "xla")
 """What "auto" tries, in order: the kernels first, where they take the device, type and shape."""
 
+LOGITS, TOKENS, PAGES = 0, 1, 2
+"""The dimension of heads in sinks' logits, in arrays of a step's tokens, and in pages."""
+
 WRITE_KERNEL_FROM = 256
 """Tokens from which the kernel that writes keys and values gains: XLA's scatters of fewer are short
 and turn the keys by their positions on the way."""
@@ -69,19 +72,7 @@ def attend(
     """
     _validate(q, layer, meta, spec, sinks)
     run = partial(_attend_with, impl=impl, spec=spec)
-    if mesh is None or spec.mesh_axis is None:
-        return run(q, layer, meta, sinks)
-    heads = PartitionSpec(None, spec.mesh_axis, None)
-    pages = PartitionSpec(None, None, spec.mesh_axis, None)
-    sharded = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(heads, pages, PartitionSpec(), PartitionSpec(spec.mesh_axis)),
-        out_specs=heads,
-        # Loop carries start as constants, which are unvarying over the axis; nothing here
-        # communicates, so the check could only ask for casts.
-        check_vma=False,
-    )
+    sharded = _over_heads(run, mesh, spec, (TOKENS, PAGES, None, LOGITS), TOKENS)
     return sharded(q, layer, meta, sinks)
 
 
@@ -104,17 +95,7 @@ def write(
     k, v = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
     by_kernel = impl in ("auto", "mosaic", "mosaic_raw") and meta.max_query_len > 1
     run = partial(_write_with, by_kernel=by_kernel and k.shape[0] >= WRITE_KERNEL_FROM)
-    if mesh is None or spec.mesh_axis is None:
-        return run(layer, k, v, meta.slots)
-    heads = PartitionSpec(None, spec.mesh_axis, None)
-    pages = PartitionSpec(None, None, spec.mesh_axis, None)
-    sharded = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(pages, heads, heads, PartitionSpec()),
-        out_specs=pages,
-        check_vma=False,
-    )
+    sharded = _over_heads(run, mesh, spec, (PAGES, TOKENS, TOKENS, None), PAGES)
     return sharded(layer, k, v, meta.slots)
 
 
@@ -151,19 +132,38 @@ def attend_raw(
     ) -> tuple[Array, LayerCache]:
         return attend_raw_mosaic(qkv, front, layer, meta, spec, sinks)
 
+    places = (TOKENS, None, PAGES, None, LOGITS)
+    return _over_heads(run, mesh, spec, places, (TOKENS, PAGES))(qkv, front, layer, meta, sinks)
+
+
+def _over_heads(
+    run: Callable,
+    mesh: Mesh | None,
+    spec: AttentionSpec,
+    arguments: tuple[int | None, ...],
+    results: int | tuple[int, ...],
+) -> Callable:
+    """`run` on each device's heads, where spec names an axis of a mesh; else as it is.
+
+    arguments, results: the dimension of heads in each one's arrays; None for what has none.
+    """
     if mesh is None or spec.mesh_axis is None:
-        return run(qkv, front, layer, meta, sinks)
-    raw = PartitionSpec(None, spec.mesh_axis, None, None)
-    heads = PartitionSpec(None, spec.mesh_axis, None)
-    pages = PartitionSpec(None, None, spec.mesh_axis, None)
-    sharded = jax.shard_map(
+        return run
+
+    def placed(dimension: int | None) -> PartitionSpec:
+        if dimension is None:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * dimension, spec.mesh_axis)
+
+    return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(raw, PartitionSpec(), pages, PartitionSpec(), PartitionSpec(spec.mesh_axis)),
-        out_specs=(heads, pages),
+        in_specs=tuple(map(placed, arguments)),
+        out_specs=jax.tree.map(placed, results),
+        # Loop carries start as constants, which are unvarying over the axis; nothing here
+        # communicates, so the check could only ask for casts.
         check_vma=False,
     )
-    return sharded(qkv, front, layer, meta, sinks)
 
 
 def _write_with(

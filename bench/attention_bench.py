@@ -31,6 +31,7 @@ from octavo.attention.mosaic_prefill import (
     default_prefill_tuning,
     prefill_mosaic,
 )
+from octavo.bench.timing import median_seconds
 from octavo.cache.layout import LayerCache
 
 _SWEEP = flags.DEFINE_bool("sweep", False, "Try every tuning of the sweep, not only the default.")
@@ -169,17 +170,6 @@ def _program(case: Scenario, attend: partial, caches: int) -> tuple[Callable, in
     return run, rounds * LAYERS
 
 
-def seconds_of(compiled: Callable, arguments: tuple, launches: int) -> float:
-    """Median of three runs of the program, a launch."""
-    jax.block_until_ready(compiled(*arguments))
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        times.append(time.perf_counter() - begin)
-    return sorted(times)[1] / launches
-
-
 def _tunings(case: Scenario) -> Iterator[DecodeTuning | PrefillTuning]:
     if case.queries > 1:
         tuning = default_prefill_tuning(case.head_dim)
@@ -224,7 +214,7 @@ def _measure(case: Scenario) -> Iterator[dict]:
         if isinstance(outcome, str):
             yield line | {"error": outcome}
             continue
-        seconds = seconds_of(outcome[0], arguments, outcome[1])
+        seconds = median_seconds(outcome[0], arguments) / outcome[1]
         yield line | _figures(case, seconds)
 
 
@@ -247,7 +237,7 @@ def _dense(case: Scenario) -> float:
 
         return lax.fori_loop(0, launches, one, q)
 
-    return seconds_of(jax.jit(run).lower(q, k, v).compile(), (q, k, v), launches)
+    return median_seconds(jax.jit(run).lower(q, k, v).compile(), (q, k, v)) / launches
 
 
 def _figures(case: Scenario, seconds: float) -> dict:

@@ -24,6 +24,7 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
+from octavo.bench.timing import median_seconds
 from octavo.model import decoder
 from octavo.model.block_plan import BlockPlan, BlockTuning, Product
 from octavo.model.config import ModelConfig
@@ -154,14 +155,8 @@ def relative_error(case: Case, tuning: BlockTuning, plan: BlockPlan, arguments: 
 
 
 def seconds_per_layer(case: Case, compiled: jax.stages.Compiled, arguments: tuple) -> float:
-    """Median of three runs of a program."""
-    jax.block_until_ready(compiled(*arguments))
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        times.append(time.perf_counter() - begin)
-    return sorted(times)[1] / case.rounds / len(case.config.layers)
+    """Median of three runs of a program, a layer."""
+    return median_seconds(compiled, arguments) / case.rounds / len(case.config.layers)
 
 
 def variants(case: Case) -> Iterator[tuple[str, BlockTuning, BlockPlan]]:

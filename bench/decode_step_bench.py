@@ -28,7 +28,8 @@ from octavo.attention.decode_tuning import DecodeTuning, default_tuning
 from octavo.attention.front import Front
 from octavo.attention.mosaic_decode import decode_mosaic
 from octavo.attention.mosaic_raw import decode_raw_mosaic
-from octavo.bench.attention_bench import LAYERS, PROGRAM_SECONDS, Scenario, inputs, seconds_of
+from octavo.bench.attention_bench import LAYERS, PROGRAM_SECONDS, Scenario, inputs
+from octavo.bench.timing import median_seconds
 from octavo.cache.layout import LayerCache
 from octavo.model.layers import rms_norm
 from octavo.model.rope import apply_rope
@@ -143,7 +144,7 @@ def measure(case: Scenario, stamp: dict) -> None:
             out, held[0] = run(qkv, held[0], front, meta)
             return out
 
-        seconds = seconds_of(again, (qkv,), outcome[1])
+        seconds = median_seconds(again, (qkv,)) / outcome[1]
         layers = held[0]
         figures = {"us": round(seconds * 1e6, 2), "floor_us": round(case.floor_seconds() * 1e6, 2)}
         print(json.dumps(line | figures), flush=True)

@@ -18,13 +18,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.report import percentile, rounded, spread
-from octavo.serve.pace import DecodePace
+from octavo.serve.pace import SERVING_DECODE_WAIT, DecodePace
 
 if TYPE_CHECKING:
     from octavo.bench.engine import EngineBench
-
-SERVING_WAIT = 0.004
-"""Seconds that multi-step decode may add to a newcomer's wait in a server."""
 
 NEWCOMER, NEWCOMERS = 120, 40
 LONG_PROMPTS = 8
@@ -48,7 +45,7 @@ def newcomers(bench: "EngineBench", rows: int) -> None:
     most = engine.scheduler.config.max_decode_steps
     medians = {}
     for steps in (1, most):
-        with replaced(engine, pace=DecodePace(SERVING_WAIT, steps)):
+        with replaced(engine, pace=DecodePace(SERVING_DECODE_WAIT, steps)):
             crowd = Crowd(bench, rows)
             crowd.meet([NEWCOMER] * 3, NEWCOMER_EVERY)  # compiles, and learns the pace
             crowd.gaps.clear()
@@ -63,7 +60,7 @@ def newcomers(bench: "EngineBench", rows: int) -> None:
             step_ms=rounded(step * 1e3),
             **spread("ttft_ms", [seconds * 1e3 for seconds in first]),
             added_ms=rounded((medians[steps] - medians[1]) * 1e3),
-            bound_ms=rounded(max(step, SERVING_WAIT) * 1e3),
+            bound_ms=rounded(max(step, SERVING_DECODE_WAIT) * 1e3),
             replaced=crowd.replaced,
         )
 
@@ -76,7 +73,7 @@ def long_prompts(bench: "EngineBench", rows: int) -> None:
         raise ValueError("bench pace needs max_step_ms: the limit whose keeping is measured")
     for seconds in (limit / 1e3, float("inf")):
         gap = None if seconds == float("inf") else seconds
-        with replaced(engine, pace=DecodePace(SERVING_WAIT, most, gap)):
+        with replaced(engine, pace=DecodePace(SERVING_DECODE_WAIT, most, gap)):
             engine.budget.limit = seconds
             crowd = Crowd(bench, rows)
             crowd.meet([bench.flag["long"]] * 3, LONG_EVERY)  # the budget learns what a class costs

@@ -11,15 +11,14 @@ temperature 1) or 1 ("flat": 78,300 do).
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from octavo.bench.timing import median_seconds
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.blocks import block_masses, block_peaks, to_blocks
 from octavo.sampling.flags import SamplingFlags
@@ -106,16 +105,6 @@ def repeated(step: Step, repeat: int) -> Callable[..., Array]:
     return jax.jit(run)
 
 
-def median_us(run: Callable[..., Array], arguments: tuple, repeat: int, rounds: int = 5) -> float:
-    run(*arguments).block_until_ready()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run(*arguments).block_until_ready()
-        times.append((time.perf_counter() - start) / repeat)
-    return float(np.median(times)) * 1e6
-
-
 def variants() -> Iterator[tuple[str, SamplingParams, Step]]:
     for name, params in PARAMS.items():
         yield name, params, sampling_step(SamplingFlags.for_params([params]))
@@ -132,7 +121,8 @@ def measure(name: str, params: SamplingParams, step: Step, logits: Array, repeat
     packed = pack_matrix([(params, 1, i, 9, i, 3, (2,)) for i in range(rows)], rows)
     batch = SamplingBatch.from_matrix(jnp.asarray(packed))
     state = init_row_state(rows, vocab) if params.needs_state else None
-    time_us = median_us(repeated(step, repeat), (logits, batch, state), repeat)
+    seconds = median_seconds(repeated(step, repeat), (logits, batch, state), runs=5)
+    time_us = seconds / repeat * 1e6
     floor_us = logits.size * 4 / READ_BYTES_PER_US
     return {
         "variant": name,

@@ -35,6 +35,7 @@ from octavo.serve.engine import Engine
 from octavo.serve.grammar import Grammars
 from octavo.serve.grammar_compile import load_tokens
 from octavo.serve.limits import GIB, Limits, Memory, page_size_of, resolve_limits
+from octavo.serve.pace import SERVING_DECODE_WAIT
 from octavo.serve.programs import ProgramBuilder, ProgramSettings
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
@@ -44,8 +45,6 @@ from octavo.serve.timeline import Timeline
 from octavo.serve.tokenizer import load_tokenizer
 
 log = logging.getLogger("octavo.launch")
-
-SERVING_DECODE_WAIT = 0.004
 
 DEVICE_CODE = (octavo.attention, octavo.cache, octavo.model, octavo.sampling)
 HOST_CODE = ("batch", "buckets", "packing", "programs", "step")

@@ -1,5 +1,8 @@
 """How many decode steps a dispatch may hold while requests may arrive. No jax, no clock."""
 
+SERVING_DECODE_WAIT = 0.004
+"""Seconds that multi-step decode may add to a newcomer's wait in a server."""
+
 
 class DecodePace:
     """Chooses the steps of a multi-step dispatch from the measured time of a decode step.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,19 @@ def interpreter() -> Iterator[None]:
         yield
         jax.effects_barrier()
     assert not gpu_callbacks.get_races().races_found
+
+
+def decode_rows(meta: AttentionMeta, rows: slice) -> AttentionMeta:
+    """Some rows of a decode step as a step of their own."""
+    count = rows.stop - rows.start
+    return replace(
+        meta,
+        block_tables=meta.block_tables[rows],
+        kv_lens=meta.kv_lens[rows],
+        query_starts=jnp.arange(count + 1, dtype=jnp.int32),
+        slots=meta.slots[rows],
+        num_rows=jnp.int32(count),
+    )
 
 
 @dataclass(frozen=True)

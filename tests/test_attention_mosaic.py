@@ -15,6 +15,7 @@ from attention_suite import (
     Case,
     Problem,
     build,
+    decode_rows,
     error,
     interpreter,
     oracle,
@@ -320,14 +321,6 @@ def test_a_row_is_bit_equal_in_any_batch_on_the_gpu():
     problem = build(ON_GPU[-1])
     out = _on_gpu(problem, "mosaic")
     for rows in (slice(69, 70), slice(40, 60)):
-        count = rows.stop - rows.start
-        meta = replace(
-            problem.meta,
-            block_tables=problem.meta.block_tables[rows],
-            kv_lens=problem.meta.kv_lens[rows],
-            query_starts=jnp.arange(count + 1, dtype=jnp.int32),
-            slots=problem.meta.slots[rows],
-            num_rows=jnp.int32(count),
-        )
+        meta = decode_rows(problem.meta, rows)
         alone = replace(problem, q=problem.q[rows], meta=meta)
         np.testing.assert_array_equal(_on_gpu(alone, "mosaic"), out[rows])

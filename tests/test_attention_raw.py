@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import H200, TOLERANCE, Case, Problem, build, error, interpreter, oracle
+from attention_suite import (
+    H200,
+    TOLERANCE,
+    Case,
+    Problem,
+    build,
+    decode_rows,
+    error,
+    interpreter,
+    oracle,
+)
 from jax.sharding import use_abstract_mesh
 from tiny import tiny_config
 
@@ -250,15 +260,7 @@ def test_a_row_is_bit_equal_in_any_batch_on_the_gpu():
     run = jax.jit(partial(decode_raw_mosaic, spec=problem.spec))
     out, layer = run(qkv, front, problem.layer, problem.meta)
     for rows in (slice(69, 70), slice(40, 60)):
-        count = rows.stop - rows.start
-        meta = replace(
-            problem.meta,
-            block_tables=problem.meta.block_tables[rows],
-            kv_lens=problem.meta.kv_lens[rows],
-            query_starts=jnp.arange(count + 1, dtype=jnp.int32),
-            slots=problem.meta.slots[rows],
-            num_rows=jnp.int32(count),
-        )
+        meta = decode_rows(problem.meta, rows)
         turned = replace(front, cos=front.cos[rows], sin=front.sin[rows])
         alone, pages = run(qkv[rows], turned, problem.layer, meta)
         np.testing.assert_array_equal(alone, out[rows])
