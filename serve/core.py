@@ -33,6 +33,7 @@ from octavo.serve.wire import (
     Add,
     Compiling,
     Control,
+    Controlled,
     EngineState,
     Events,
     Fatal,
@@ -100,7 +101,7 @@ class CoreLoop:
         self._controls = Controls(
             engine,
             weights or EngineState(),
-            answer=self._send,
+            answer=self._answer_order,
             tell=self.broadcast,
             abort_all=self._abort_all,
             excuse=lambda: self.broadcast(Compiling()),
@@ -282,6 +283,11 @@ class CoreLoop:
             return False
         self._step_failures = 0
         return True
+
+    def _answer_order(self, identity: bytes, reply: Controlled) -> None:
+        """Tell an operator that it is done, after the figures that it has changed."""
+        self._send_stats()
+        self._send(identity, reply)
 
     def _send_stats(self) -> None:
         self._stats_due = self._clock() + STATS_PERIOD
