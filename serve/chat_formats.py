@@ -20,7 +20,7 @@ from octavo.serve.tool_formats import (
     LlamaJsonParser,
     MistralParser,
 )
-from octavo.serve.tool_prompt import knows_tools
+from octavo.serve.tool_prompt import shows_tools
 from octavo.serve.tool_pythonic import PythonicParser
 from octavo.serve.tool_request import ToolUse
 from octavo.serve.types import Grammar
@@ -83,7 +83,7 @@ def _special(table: TokenTable, markers: tuple[str, ...]) -> frozenset[int]:
 def _tool_format(setting: str, template: str) -> str | None:
     if setting != AUTO:
         return None if setting == "none" else setting
-    if not knows_tools(template):  # it is told about tools in Hermes' form
+    if not shows_tools(template):  # it is told about tools in Hermes' form
         return "hermes"
     return next((name for name, signs in _SIGNS if any(s in template for s in signs)), None)
 

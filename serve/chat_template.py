@@ -18,7 +18,9 @@ import jinja2
 import jinja2.nodes as nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_TEMPLATE_CHARS = 1 << 18
@@ -239,11 +241,18 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call from a template: no huge count, no multiplying string method."""
         _tick()
-        _check_count(*args, *kwargs.values())
         method, target = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
+        if not _only_passes_on(obj, target):
+            _check_count(*args, *kwargs.values())
         if isinstance(target, str) and method in _METHOD_CHECKS:
             _METHOD_CHECKS[method](target, *args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
+
+
+def _only_passes_on(function: Any, target: Any) -> bool:
+    """Whether a call can't make much of a large number: a date or a schema's bound may be one."""
+    kept = function is _concat or function is dict or function is Namespace
+    return kept or isinstance(function, Macro) or isinstance(target, Mapping)
 
 
 def _weight(value: Sequence[Any]) -> int:
@@ -324,9 +333,16 @@ def _checked(function: Callable[..., Any], check: Callable[..., Any] | None) -> 
     return run
 
 
+class _Made(list[Any]):
+    """What a filter made of a list: true also when empty, as the generator that it stands for."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 def _drained(values: Iterator[Any]) -> list[Any]:
     """The values as a list, measured while they are made."""
-    out, size = [], 0
+    out, size = _Made(), 0
     for value in values:
         _tick()
         size += ITEM_CHARS + (len(value) if isinstance(value, Sized) else 0)

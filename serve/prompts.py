@@ -17,6 +17,8 @@ MAX_PROMPTS = 2048
 SEVERAL = 8192
 """Items that are looked at on the event loop, at most."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_SAID_AS = {"developer": "system", "function": "tool"}
+"""Roles that few templates know, and those that say the same."""
 _NOT_TEXT = "only text parts are accepted; images, audio and files are not supported"
 _TEMPLATE_OWN = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "template"}
@@ -102,10 +104,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-    calls = message.get("tool_calls")
-    out: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    calls, older = message.get("tool_calls"), message.get("function_call")
+    out: dict[str, Any] = {"role": _SAID_AS.get(role, role)}
     content = message.get("content")
-    if content is None and not (role == "assistant" and (calls or message.get("function_call"))):
+    if content is None and not (role == "assistant" and (calls or older)):
         raise _wrong(f"{where}.content", "is required")
     out["content"] = None if content is None else _content(content, f"{where}.content")
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -115,6 +117,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             out[name] = message[name]
     if calls:
         out["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    elif older:
+        function = _function(older, f"{where}.function_call")
+        out["tool_calls"] = [{"type": "function", "function": function}]
     return out
 
 
@@ -141,16 +146,21 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(f"{where}[{i}].function", "must be an object with a name")
-        arguments = function.get("arguments") or "{}"
-        if isinstance(arguments, str):
-            try:
-                arguments = strict_json(arguments)
-            except (ValueError, RecursionError):
-                raise _wrong(f"{where}[{i}].function.arguments", "must be JSON") from None
-        out.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+        function = _function(function, f"{where}[{i}].function")
+        out.append({**call, "type": "function", "function": function})
     return out
+
+
+def _function(function: Any, where: str) -> dict[str, Any]:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong(where, "must be an object with a name")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = strict_json(arguments)
+        except (ValueError, RecursionError):
+            raise _wrong(f"{where}.arguments", "must be JSON") from None
+    return {**function, "arguments": arguments}
 
 
 def _wrong(where: str, what: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""Tools for chat templates that know none: described in the system message, in Hermes' form.
+"""Tools for chat templates that show none: described in the system message, in Hermes' form.
 
 Calls and results of the history are written as text too, since such a template shows only roles and
 content.
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_KNOWS_TOOLS = re.compile(r"\btools\b|\btool_calls\b")
+_TOOLS, _CALLS = re.compile(r"\btools\b"), re.compile(r"\btool_calls\b")
 
 _INTRODUCTION = """You can call functions. Each line between <tools> and </tools> describes one:
 <tools>
@@ -23,9 +23,14 @@ Its result follows between <tool_response> and </tool_response>. If no function 
 in words."""
 
 
-def knows_tools(template: str) -> bool:
+def shows_tools(template: str) -> bool:
     """Whether a chat template's source mentions tools."""
-    return bool(_KNOWS_TOOLS.search(template))
+    return bool(_TOOLS.search(template))
+
+
+def shows_calls(template: str) -> bool:
+    """Whether it mentions the calls of earlier answers."""
+    return bool(_CALLS.search(template))
 
 
 def spell_out_tools(

@@ -139,6 +139,38 @@ def test_a_template_without_tools_gets_them_as_text():
     assert alone.endswith("<|end|><|user|>hi<|end|><|assistant|>")
 
 
+def test_templates_that_ask_if_content_is_none_and_add_arguments_to_text():
+    """As DeepSeek R1's distilled models do: such calls were dropped, or broke the template."""
+    template = (
+        "{% for m in messages %}{% if m['content'] is none %}{% for c in m['tool_calls'] %}"
+        "[{{ c['function']['name'] + ':' + c['function']['arguments'] + '|' }}"
+        "{{ c.function.arguments ~ c.function.arguments.x ~ c.function.arguments }}]{% endfor %}"
+        "{% else %}{{ m['role'] + '=' + m['content'] }};{% endif %}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": '{"x":"é"}'}}]
+    for content in (None, ""):
+        messages = [
+            {"role": "user", "content": None},
+            {"role": "assistant", "content": content, "tool_calls": calls},
+            {"role": "tool", "content": "1"},
+        ]
+        text = tokenizer(template).render_chat(messages)
+        assert text == 'user=;[f:{"x": "é"}|{"x": "é"}é{"x": "é"}]tool=1;'
+    unasked = "{% for m in messages %}<{{ m.content }}{{ m.tool_calls }}>{% endfor %}"
+    assert tokenizer(unasked).render_chat(messages).startswith("<><[{'function'")
+
+
+def test_a_template_that_shows_calls_but_no_tools_gets_both_as_text():
+    template = "{% for m in messages %}{{ m.tool_calls | length }}{{ m.content }}{% endfor %}"
+    calls = [{"function": {"name": "f", "arguments": "{}"}}]
+    messages = [*chat("hi"), {"role": "assistant", "content": "", "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = tokenizer(template).render_chat(messages, tools=tools)
+    assert '<tools>\n{"name": "f"}' in text
+    assert text.endswith('0<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    assert tokenizer(template).render_chat(messages) == "0hi1"
+
+
 def test_bos_is_never_doubled():
     assert tokenizer("{{ bos_token }}a").encode_chat(chat("x")) == [ord("^"), ord("a")]
     assert tokenizer("{{ bos_token }}^a").encode_chat(chat("x")) == [ord("^"), ord("a")]
@@ -163,6 +195,26 @@ def test_hugging_face_helpers():
     assert text == '{\n "b": 1,\n "a": "ü"\n}'
     with pytest.raises(ChatTemplateError, match=r"^roles must alternate$"):
         render_template("{{ raise_exception('roles must alternate') }}", {})
+
+
+def test_large_numbers_may_be_passed_on():
+    """A date or a schema's bound; only what multiplies text is held to a count."""
+    for template in (
+        "{% macro f(n) %}{{ n }}{% endmacro %}{{ f(n) }}",
+        "{{ '' ~ n }}",
+        "{{ {}.get('x', n) }}",
+        "{{ dict(x=n).x }}",
+        "{% set s = namespace(x=n) %}{{ s.x }}",
+    ):
+        assert render_template(template, {"n": 1_700_000_000}) == "1700000000"
+
+
+def test_a_filter_that_finds_nothing_is_true():
+    """In jinja it is a generator, which a test takes for something whatever it yields."""
+    found = "{{ 'yes' if items | selectattr('x') }}"
+    listed = "{{ 'yes' if items | selectattr('x') | list }}"
+    assert render_template(found, {"items": [{"x": 0}]}) == "yes"
+    assert render_template(listed, {"items": [{"x": 0}]}) == ""
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from octavo.serve.chat_formats import ChatFormats, answer_plan, chat_formats, to
 from octavo.serve.config import ServerConfig
 from octavo.serve.detokenize import Detokenizer, TokenTable
 from octavo.serve.errors import ApiError
+from octavo.serve.prompts import normalise_messages
 from octavo.serve.tool_request import tool_use
 
 
@@ -222,6 +223,24 @@ def test_an_answer_without_reasoning_is_content(thinking):
     assert choice["message"]["reasoning_content"] is None
 
 
+def test_calls_in_the_older_form_are_the_same_calls():
+    """`function_call` and the role `function` were taken and then left out."""
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    calls, result = normalise_messages(
+        [
+            {"role": "assistant", "content": None, "function_call": call},
+            {"role": "function", "name": "f", "content": "2"},
+        ]
+    )
+    function = {"name": "f", "arguments": {"x": 1}}
+    assert calls["tool_calls"] == [{"type": "function", "function": function}]
+    assert result == {"role": "tool", "name": "f", "content": "2"}
+    call["arguments"] = "{"
+    with pytest.raises(ApiError) as refused:
+        normalise_messages([{"role": "assistant", "function_call": call}])
+    assert refused.value.param == "messages[0].function_call.arguments"
+
+
 # Which parser ------------------------------------------------------------------------------------
 
 
@@ -237,6 +256,7 @@ def formats(template, specials=(), **settings):
     [
         ("no mention", "hermes"),
         (None, "hermes"),
+        ("{{ message['tool_calls'] }} [TOOL_CALLS]", "hermes"),
         ("{{ tools }} <tool_call>", "hermes"),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
         ('{{ tools }} {"name": function name, "parameters": ...}', "llama3_json"),
