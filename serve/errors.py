@@ -1,6 +1,7 @@
 """Failures as OpenAI's API words them, {"error": {message, type, param, code}}, and Anthropic's."""
 
 import asyncio
+import re
 from math import ceil
 from typing import Any
 
@@ -21,10 +22,17 @@ _ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 
-_ANTHROPIC_WORDS = {
-    "thinking_token_budget": "thinking.budget_tokens",
-    "reasoning_effort": "thinking.type",
-}
+_ANTHROPIC_WORDS = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"\bthinking_token_budget\b", "thinking.budget_tokens"),
+        (r"\breasoning_effort\b", "thinking.type"),
+        (r"(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+        (r"(tools\[\d+\])\.function\b", r"\1"),
+        (r"^stop\b", "stop_sequences"),
+    )
+)
+"""Fields of the chat request that a message is turned into, and the caller's names for them."""
 
 
 class ApiError(Exception):
@@ -73,8 +81,8 @@ class ApiError(Exception):
         """The inside of Anthropic's error object."""
         other = "invalid_request_error" if self.status < 500 else "api_error"
         message = self.message
-        for name, theirs in _ANTHROPIC_WORDS.items():
-            message = message.replace(name, theirs)
+        for pattern, name in _ANTHROPIC_WORDS:
+            message = pattern.sub(name, message)
         return {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": message}
 
     def body_for(self, path: str) -> bytes:

@@ -83,7 +83,8 @@ def _choice(choice: Any) -> tuple[Any, bool | None]:
         return None, None
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
-        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
+        name = _string(choice, "name", "tool_choice")
+        chosen: Any = {"type": "function", "function": {"name": name}}
     elif isinstance(kind, str) and kind in _CHOICES:
         chosen = _CHOICES[kind]
     else:
@@ -126,7 +127,7 @@ def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
             text = _text(block.get("content") or "", f"{where}[{i}].content")
             if block.get("is_error"):
                 text = f"error: {text}"
-            call_id = block.get("tool_use_id")
+            call_id = _string(block, "tool_use_id", f"{where}[{i}]")
             out.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             texts.append(_text([block], where, i))
@@ -136,19 +137,29 @@ def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
 def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "assistant"}
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         kind = _kind(block)
         if kind == "tool_use":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            function = {"name": block.get("name"), "arguments": arguments}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(_call(block, f"{where}[{i}]"))
         elif kind == "thinking":
-            message["reasoning_content"] = block.get("thinking")
+            thoughts.append(_string(block, "thinking", f"{where}[{i}]"))
         else:
             texts.append(_text([block], where, i))
     message["content"] = "\n".join(texts) if texts or not calls else None
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     return [message | ({"tool_calls": calls} if calls else {})]
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    given = block.get("input", {})
+    if not isinstance(given, dict):
+        raise _wrong(f"{where}.input", f"must be an object, not {shown(given)}")
+    arguments = json.dumps(given, ensure_ascii=False)
+    function = {"name": _string(block, "name", where), "arguments": arguments}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 
 def _kind(block: Any) -> str | None:
@@ -164,6 +175,13 @@ def _text(content: Any, where: str, first: int = 0) -> str:
         if _kind(block) != "text" or not isinstance(block.get("text"), str):
             raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {shown(_kind(block))}")
     return "\n".join(block["text"] for block in content)
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{name}", f"must be a string, not {shown(value)}")
+    return value
 
 
 def _wrong(where: str, what: str) -> ApiError:

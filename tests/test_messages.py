@@ -4,12 +4,24 @@ import anthropic
 import pytest
 from mock_server import running
 
+from octavo.serve.messages_protocol import MessagesBody, chat_body
+
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 
 NO_CALL = {"tools": [TOOL], "tool_choice": {"type": "none"}}
 GREEDY = {"generation": {"temperature": 0}}
 IMAGE = {"role": "user", "content": [{"type": "image"}]}
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "content": "x"}
+
+
+def user(*blocks):
+    return {"role": "user", "content": list(blocks)}
+
+
+def said(*blocks):
+    return {"role": "assistant", "content": list(blocks)}
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +130,15 @@ def test_history_and_prefill(client):
     assert message.content[0].text == want
 
 
+def test_thinking_between_calls_is_kept():
+    """Interleaved thinking: of several blocks only the last one reached the template."""
+    thought = {"type": "thinking", "signature": ""}
+    blocks = (thought | {"thinking": "a"}, USE, thought | {"thinking": "b"}, USE | {"id": "2"})
+    (message,) = chat_body(MessagesBody(messages=[said(*blocks)])).messages
+    assert message["reasoning_content"] == "a\nb"
+    assert [call["id"] for call in message["tool_calls"]] == ["1", "2"]
+
+
 def test_thinking_comes_first(client):
     messages = [
         {"role": "user", "content": "so</think>yes<|eos|>"},
@@ -140,7 +161,15 @@ def test_thinking_comes_first(client):
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].function.name"),
+        ({"messages": [user(RESULT)]}, "messages[0].content[0].tool_use_id must be a string"),
+        ({"messages": [said(USE | {"name": 1})]}, "messages[0].content[0].name must be a string"),
+        ({"messages": [said(USE | {"id": None})]}, "messages[0].content[0].id must be a string"),
+        ({"messages": [said(USE | {"input": [1]})]}, "messages[0].content[0].input must be an ob"),
+        ({"messages": [said({"type": "thinking"})]}, "messages[0].content[0].thinking must be a"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be"),
+        ({"tools": [{**TOOL, "input_schema": 3}]}, "tools[0].input_schema must be"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name must be a string"),
+        ({"stop_sequences": [""]}, "stop_sequences must not hold"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         (
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": "false"}},
