@@ -13,7 +13,12 @@ from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from octavo.model.checkpoint.companions import GGUF_VOCABULARY
-from octavo.model.checkpoint.generation import added_tokens, gguf_eos_ids, token_text
+from octavo.model.checkpoint.generation import (
+    added_tokens,
+    gguf_eos_ids,
+    gguf_named_ids,
+    token_text,
+)
 from octavo.model.checkpoint.gguf import find_gguf
 from octavo.model.checkpoint.gguf_file import GgufFile
 from octavo.serve.chat_messages import CUT_MARK, prepare_messages
@@ -227,14 +232,18 @@ def _from_gguf(path: Path) -> Tokenizer | None:
     if "tokenizer.ggml.model" not in metadata:
         return None
     try:
-        backend = build_tokenizer(metadata)
+        return _from_metadata(metadata)
     except Exception as error:  # tokenizers raises plain Exception
         raise TokenizerError(f"{path}: {error}") from error
-    ids = {
-        name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in _GGUF_NAMES.items()
-    }
+
+
+def _from_metadata(metadata: dict[str, Any]) -> Tokenizer:
+    backend = build_tokenizer(metadata)
+    ids = gguf_named_ids(metadata)
     named = {
-        f"{name}_token": backend.id_to_token(id_) for name, id_ in ids.items() if id_ is not None
+        f"{name}_token": backend.id_to_token(ids[key])
+        for key, name in _GGUF_NAMES.items()
+        if key in ids
     }
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", default_bos(metadata))
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
@@ -242,18 +251,20 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         backend,
         special_tokens={name: text for name, text in named.items() if text is not None},
         eos_ids=sorted(gguf_eos_ids(metadata)),
-        prefix=[ids["bos"]] if add_bos and ids["bos"] is not None else [],
-        suffix=[ids["eos"]] if add_eos and ids["eos"] is not None else [],
+        prefix=[ids["bos"]] if add_bos and "bos" in ids else [],
+        suffix=[ids["eos"]] if add_eos and "eos" in ids else [],
         templates=_gguf_templates(metadata),
     )
 
 
 def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     stem = "tokenizer.chat_template"
-    found = {key.removeprefix(f"{stem}."): text for key, text in metadata.items() if stem in key}
-    found.pop("tokenizer.chat_templates", None)
-    if stem in found:
-        found["default"] = found.pop(stem)
+    found: dict[str, str] = {}
+    for key, text in metadata.items():
+        if key == stem or key.startswith(f"{stem}."):
+            if not isinstance(text, str):
+                raise TokenizerError(f"{key} is {text!r:.80}, not a template")
+            found[key.removeprefix(stem).removeprefix(".") or "default"] = text
     return found
 
 

@@ -134,6 +134,17 @@ def test_gguf_names_some_end_ids_and_control_tokens_the_others(tmp_path):
     assert load_checkpoint(path).eos_ids == (1, 2, 4)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eos_token_id", "x"), ("eot_token_id", [1]), ("token_type", 7), ("tokens", 7)],
+)
+def test_gguf_metadata_of_a_wrong_type_names_file_and_key(tmp_path, key, value):
+    extra = {"tokenizer.ggml.tokens": ["x"], f"tokenizer.ggml.{key}": value}
+    path = write_gguf(tmp_path / "a.gguf", keys=LLAMA, tensors=llama_tensors(), extra=extra)
+    with pytest.raises(CheckpointError, match=rf"a\.gguf: tokenizer\.ggml\.{key} is"):
+        stop_and_defaults(path, CONFIG)
+
+
 def test_the_loader_reports_them(tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(Path(FOLDER / "llama_tied" / name).resolve())

@@ -232,6 +232,7 @@ def test_architectures(tmp_path, architecture, keys, expected):
         ("llama", {"attention.head_count": [4, 2]}, "differs between layers"),
         ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "longrope"),
         ("llama", {"embedding_length": "32"}, "wrong type"),
+        ("llama", {"attention.head_count": ["4"]}, "wrong type"),
         ("gemma3", {}, "gemma3.attention.sliding_window"),
     ],
 )
@@ -317,7 +318,11 @@ def test_split_models(tmp_path):
     source = open_gguf(tmp_path)
     assert len(source.names()) == len(tensors)
     np.testing.assert_array_equal(source.read("model.norm.weight"), tensors["output_norm.weight"])
-    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    second = tmp_path / "m-00002-of-00002.gguf"
+    write_gguf(second, tensors={names[0]: tensors[names[0]]})
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf: tensor .* in another part"):
+        open_gguf(tmp_path)
+    second.unlink()
     with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf: missing part"):
         open_gguf(tmp_path)
 

@@ -164,6 +164,33 @@ def test_sentencepiece_adds_bos_unless_told_otherwise(tmp_path):
         assert tokenizer.eos_ids == (2,)
 
 
+def test_ids_that_the_vocabulary_does_not_have_name_nothing(tmp_path):
+    """2**32 - 1 is a file's way to say none; as BOS it made every text an invalid prompt."""
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "padding_token_id"), 2**32 - 1)
+    metadata = _sentencepiece_metadata(**none, add_bos_token=True)
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", extra=metadata))
+    assert (tokenizer.prefix, tokenizer.eos_ids, tokenizer.bos_id) == ((), (2,), None)
+    assert tokenizer.special_tokens == {"unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ggml.bos_token_id", "x"),
+        ("ggml.eot_token_id", [1]),
+        ("ggml.padding_token_id", 1.5),
+        ("ggml.tokens", 7),
+        ("ggml.token_type", 7),
+        ("chat_template", 7),
+        ("chat_template.tool_use", ["x"]),
+    ],
+)
+def test_metadata_of_a_wrong_type_is_named(tmp_path, key, value):
+    extra = _sentencepiece_metadata() | {f"tokenizer.{key}": value}
+    with pytest.raises(TokenizerError, match=r"a\.gguf: "):
+        load_tokenizer(write_gguf(tmp_path / "a.gguf", extra=extra))
+
+
 def _byte_level_metadata(pre):
     backend = json.loads(build_tokenizer(GgufFile(TINY).metadata).to_str())
     pieces = sorted(backend["model"]["vocab"], key=backend["model"]["vocab"].get)

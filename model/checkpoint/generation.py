@@ -4,6 +4,7 @@ Sources: config.json, generation_config.json, the tokenizer's files or GGUF meta
 """
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ _GGUF_END_TEXTS = frozenset(
 """Control tokens that end a text or a turn; a GGUF names one of them where
 generation_config.json lists all."""
 
+_GGUF_ID = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
+_MAX_IDS = 2**31
 _CONTROL_TYPE = 3
 
 _FIELDS: dict[str, tuple[str, float, float]] = {
@@ -59,7 +62,10 @@ def stop_and_defaults(
     if isinstance(where, str | Path) and Path(where).suffix == ".gguf":
         where = open_gguf(where)
     if isinstance(where, GgufSource):
-        found, defaults = gguf_eos_ids(where.metadata), {}
+        try:
+            found, defaults = gguf_eos_ids(where.metadata), {}
+        except CheckpointError as error:
+            raise CheckpointError(f"{where.path}: {error}") from None
     else:
         folder = Path(where)
         generation = _read(folder / "generation_config.json")
@@ -70,17 +76,40 @@ def stop_and_defaults(
     return tuple(id_ for id_ in ids if 0 <= id_ < config.vocab_size), defaults
 
 
+def gguf_named_ids(metadata: dict[str, Any]) -> dict[str, int]:
+    """Ids of the tokens that GGUF metadata names ("bos", "eos", "padding", ...).
+
+    Those the vocabulary does not have are left out: files spell "none" as 2**32 - 1.
+    CheckpointError naming the key for one that is no id.
+    """
+    size = len(_listed(metadata, "tokenizer.ggml.tokens")) or _MAX_IDS
+    found: dict[str, int] = {}
+    for key, value in metadata.items():
+        if match := _GGUF_ID.fullmatch(key):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise CheckpointError(f"{key} is {value!r:.80}, not a token id")
+            found[match[1]] = value
+    return {name: id_ for name, id_ in found.items() if 0 <= id_ < size}
+
+
 def gguf_eos_ids(metadata: dict[str, Any]) -> set[int]:
     """Ids that end a text by GGUF metadata: those it names, and well-known control tokens."""
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_ENDS)
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    named = gguf_named_ids(metadata)
+    pieces = _listed(metadata, "tokenizer.ggml.tokens")
+    types = _listed(metadata, "tokenizer.ggml.token_type")
     ends = (
         index
-        for index, kind in enumerate(types)
-        if kind == _CONTROL_TYPE and index < len(tokens) and tokens[index] in _GGUF_END_TEXTS
+        for index, (piece, kind) in enumerate(zip(pieces, types))
+        if kind == _CONTROL_TYPE and piece in _GGUF_END_TEXTS
     )
-    return {id_ for id_ in (*named, *ends) if id_ is not None}
+    return {named[name] for name in _GGUF_ENDS if name in named}.union(ends)
+
+
+def _listed(metadata: dict[str, Any], key: str) -> list[Any]:
+    value = metadata.get(key, [])
+    if not isinstance(value, list):
+        raise CheckpointError(f"{key} is {value!r:.80}, not a list")
+    return value
 
 
 def _read(path: Path) -> dict[str, Any]:

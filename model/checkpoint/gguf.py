@@ -48,11 +48,13 @@ class GgufSource:
     added to Gemma's norm weights.
 
     Attributes:
-        metadata: the (first) file's, tokenizer included.
+        path: the (first) file.
+        metadata: that file's, tokenizer included.
     """
 
     def __init__(self, file: GgufFile) -> None:
         """Refuses an unsupported architecture or tensor type and a truncated file, by name."""
+        self.path = file.path
         self.metadata = file.metadata
         self._family = architecture_of(file)
         for tensor in file.tensors.values():
@@ -140,7 +142,10 @@ def open_gguf(path: str | Path) -> GgufSource:
         other = first.with_name(f"{match[1]}-{part:05d}-of-{count:05d}.gguf")
         if not other.exists():
             raise CheckpointError(f"{other}: missing part of a model split in {count} files")
-        file.tensors |= GgufFile(other).tensors
+        more = GgufFile(other).tensors
+        if twice := file.tensors.keys() & more.keys():
+            raise CheckpointError(f"{other}: tensor {min(twice)} is in another part too")
+        file.tensors |= more
     return GgufSource(file)
 
 

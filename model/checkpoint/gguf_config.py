@@ -49,7 +49,9 @@ class _Reader:
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise self.fail(f"{self.prefix}.{key} differs between layers: not supported")
-            return value[0]
+            (value,) = set(value)
+            if not isinstance(value, int):
+                raise self.fail(f"{self.prefix}.{key} lists {value!r}, which has the wrong type")
         return value
 
     def fail(self, problem: str) -> CheckpointError:
@@ -59,7 +61,7 @@ class _Reader:
 def architecture_of(file: GgufFile) -> str:
     """general.architecture; CheckpointError by name when no family reads it."""
     name = file.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: GGUF architecture {name!r} is not supported"
             f" (supported: {', '.join(ARCHITECTURES)})"
