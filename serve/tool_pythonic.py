@@ -56,6 +56,8 @@ class PythonicParser(LineStartParser):
             yield from reader.run(_OTHERS)
             char = yield from reader.char()
             if char in _IN_STRING:
+                if reader.text[reader.at - 1] in "fF":  # no literal, and slow to parse
+                    raise Malformed
                 yield from self._python_string(char)
                 continue
             if char in _CLOSING and len(waiting) < MAX_DEPTH:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.serve import tool_pythonic
 from octavo.serve.answer_parser import CallArguments, CallStart, ContentDelta, ReasoningDelta
 from octavo.serve.reasoning import ThinkParser, ends_in_reasoning
 from octavo.serve.required_calls import RequiredCalls
@@ -182,6 +183,14 @@ def test_whether_the_prompt_opened_the_block():
     assert not ends_in_reasoning("what is <think>?\nassistant\n")
     assert ends_in_reasoning("go on", prefill="<think> so")
     assert not ends_in_reasoning("go on", prefill="<think> so </think> it")
+
+
+def test_text_in_f_strings_is_not_compiled(monkeypatch):
+    """Python takes quadratic time for many of them in a row, and none is a literal."""
+    monkeypatch.setattr(tool_pythonic, "python_arguments", None)
+    for prefix in ("f", "rf", "F"):
+        text = f"[f(a={prefix}'{{1}}')]"
+        assert whole("pythonic", text) == (text, "", [])
 
 
 def test_one_call_at_most():
