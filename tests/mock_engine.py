@@ -5,11 +5,14 @@ greedy requests and seed + sample_index otherwise. Ids in the prompt that are sp
 (the tokenizer spells them <|nan|> and so on) make it misbehave on purpose.
 """
 
+import json
 import os
 import struct
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+
+import msgspec
 
 from octavo.serve.queue import QueueFull
 from octavo.serve.thinking import Reasoning
@@ -100,9 +103,22 @@ class SwitchedTokenizer(TaggedTokenizer):
         return super().render_chat(messages, **options) + end
 
 
+class SpelledTokenizer(SwitchedTokenizer):
+    """One whose template spells all that it is given, as JSON; BOS comes where it is asked for."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [BOS] * add_special_tokens + super().encode(text, add_special_tokens)
+
+    def render_chat(self, messages, /, **given):
+        return json.dumps({"messages": messages, **given})
+
+    def encode_chat(self, messages, /, **options):
+        return self.encode(self.render_chat(messages, **options), False)
+
+
 @dataclass
 class MockConfig:
-    """Settings; pickled to the core process."""
+    """Settings; pickled to the core process. `record`: file of the requests that came, as JSON."""
 
     model: str = "mock"
     max_model_len: int = 2048
@@ -113,6 +129,7 @@ class MockConfig:
     fail_start: bool = False
     tame: bool = False
     flag_file: str = ""
+    record: str = ""
     generation: dict = field(default_factory=dict)
 
 
@@ -134,6 +151,10 @@ def tagged_tokenizer(config):
 
 def switched_tokenizer(config):
     return SwitchedTokenizer()
+
+
+def spelled_tokenizer(config):
+    return SpelledTokenizer()
 
 
 def make(config):
@@ -189,6 +210,9 @@ class MockEngine:
         self.forgotten += 1
 
     def add(self, request):
+        if self.config.record:
+            with open(self.config.record, "ab") as file:
+                file.write(msgspec.json.encode(request) + b"\n")
         if BADADD in request.prompt and not self.config.tame:
             raise RuntimeError("a bug in admission")
         if len(self.rows) >= self.config.max_waiting:

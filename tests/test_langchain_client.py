@@ -1,12 +1,8 @@
 """langchain-openai against the server: what its chat, completion and embedding classes send."""
 
-import os
-
+import langchain_openai as langchain
 import pytest
 from mock_server import running
-
-os.environ.setdefault("LANGSMITH_TRACING", "false")
-langchain = pytest.importorskip("langchain_openai")
 
 
 @pytest.fixture(scope="module")
