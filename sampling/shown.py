@@ -30,5 +30,9 @@ _SHORT = _Short(maxlevel=4, maxlist=8, maxtuple=8, maxdict=8, maxstring=MOST, ma
 
 def shown(value: Any) -> str:
     """repr(value), of at most MOST characters."""
-    text = _SHORT.repr(value)
-    return text if len(text) <= MOST else text[: MOST - 3] + "..."
+    return cut(_SHORT.repr(value))
+
+
+def cut(text: str, most: int = MOST) -> str:
+    """The text, or its beginning if it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from octavo.sampling.shown import cut
 from octavo.serve import (
     errors,
     routes_admin,
@@ -65,7 +66,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown route, wrong method."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {cut(request.url.path)}: {error.detail}"
     refusal = ApiError(error.status_code, message, kind=kind)
     response = context_of(request).respond(refusal, request.url.path)
     response.headers.update(error.headers or {})

@@ -171,8 +171,8 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     """The request body.
 
     Raises:
-        ApiError: 413 as soon as it is known to be over max_body_bytes, 408 when it takes longer
-            than receive_seconds to arrive.
+        ApiError: 415 if it is compressed, 413 as soon as it is known to be over max_body_bytes,
+            408 when it takes longer than receive_seconds to arrive.
     """
     try:
         async with asyncio.timeout(config.receive_seconds):
@@ -182,6 +182,9 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise errors.body_encoded(encoding)
     declared = request.headers.get("content-length", "0")
     # Any number of zeros may lead it, and int() refuses thousands of digits.
     if declared.isdigit() and int(declared.lstrip("0") or "0") > limit:

@@ -145,6 +145,11 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"the request body is larger than {limit} bytes", code="body_too_large")
 
 
+def body_encoded(encoding: str) -> ApiError:
+    """415: the request body is compressed, or encoded in another way."""
+    return ApiError(415, f"Content-Encoding must be identity, not {shown(encoding)}")
+
+
 def body_too_slow(seconds: float) -> ApiError:
     """408: the request body did not arrive in time."""
     text = f"the request body did not arrive within {seconds:g} s"

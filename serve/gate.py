@@ -42,6 +42,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # a GET whose answer is sent without its body
+            scope = {**scope, "method": "GET"}
         visit = Visit()
         scope.setdefault("state", {})["visit"] = visit
         try:

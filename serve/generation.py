@@ -12,7 +12,7 @@ from octavo.serve.client import Call, EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.echo import echo_tokens
 from octavo.serve.errors import ApiError
-from octavo.serve.http_bounds import DirectWriter
+from octavo.serve.http_answers import DirectWriter
 from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
 from octavo.serve.prompts import Prompt

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+from octavo.sampling.shown import cut
 from octavo.serve.strict_json import strict_json
 from octavo.serve.tokenizer import Tokenizer
 from octavo.serve.types import Grammar
@@ -138,12 +139,8 @@ def reason(matcher: "LLMatcher") -> str:
 
 def shortened(text: str) -> str:
     """A message without the bulk of the grammar that it quotes."""
-    lines = [_cut(line, MAX_REASON_LINE) for line in text.splitlines()]
-    return _cut("\n".join(lines), MAX_REASON)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+    lines = [cut(line, MAX_REASON_LINE) for line in text.splitlines()]
+    return cut("\n".join(lines), MAX_REASON)
 
 
 def settle(job: Job) -> None:
