@@ -12,7 +12,7 @@ from octavo.sampling.shown import shown
 from octavo.serve import errors
 from octavo.serve import types as engine
 from octavo.serve.client import Call
-from octavo.serve.context import ServerContext, check_length
+from octavo.serve.context import ServerContext, check_length, check_vocabulary
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.generation import Generation, Wanted
 from octavo.serve.prompts import Prompt
@@ -38,10 +38,9 @@ def add_samples(
     default = ready.max_model_len if wanted.chat else COMPLETION_DEFAULT_TOKENS
     for prompt in prompts:
         prompt = _truncate(prompt, body.truncate_prompt_tokens, ready.max_model_len)
-        count = check_length(len(prompt.ids), max_tokens, default, ready.max_model_len)
-        if not 0 <= min(prompt.ids) <= max(prompt.ids) < ready.vocab_size:
-            limit = f"token ids are 0 .. {ready.vocab_size - 1}"
-            raise errors.invalid(f"prompt holds an id outside the vocabulary: {limit}", "prompt")
+        sizes = (len(prompt.ids), max_tokens, default, ready.max_model_len)
+        count = check_length(*sizes, body.length_field)
+        check_vocabulary(prompt.ids, "prompt", ready.vocab_size)
         params = _params(body, wanted, ready, count)
         if params.n * len(prompts) > MAX_CHOICES:
             limit = f"at most {MAX_CHOICES} choices, not {params.n * len(prompts)}"

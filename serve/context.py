@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -197,23 +197,38 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def check_length(prompt_tokens: int, max_tokens: int | None, default: int, limit: int) -> int:
+def check_vocabulary(ids: Sequence[int], name: str, vocab_size: int) -> None:
+    """ApiError 400 unless the ids in the field `name`, at least one, are the model's own."""
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        limit = f"token ids are 0 .. {vocab_size - 1}, not {shown(wrong)}"
+        raise errors.invalid(f"{name} holds an id outside the vocabulary: {limit}", name)
+
+
+def check_length(
+    prompt_tokens: int,
+    max_tokens: int | None,
+    default: int,
+    limit: int,
+    name: str = "max_tokens",
+) -> int:
     """The tokens to generate; ApiError 400 when prompt and answer don't fit the context.
 
-    None asks for `default`, shortened to what is left, at least 1.
+    `name` is the field that asks for `max_tokens`; None asks for `default`, shortened to what is
+    left, at least 1.
     """
     if prompt_tokens == 0:
         raise errors.invalid("prompt must hold at least one token", "prompt")
     if max_tokens is not None and max_tokens < 0:
-        message = f"max_tokens must be at least 0, not {shown(max_tokens)}"
-        raise errors.invalid(message, "max_tokens")
+        raise errors.invalid(f"{name} must be at least 0, not {shown(max_tokens)}", name)
     wanted = max(1, min(default, limit - prompt_tokens)) if max_tokens is None else max_tokens
     if prompt_tokens + wanted > limit:
         raise ApiError(
             400,
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}: together "
+            f"the prompt has {prompt_tokens} tokens and {name} is {wanted}: together "
             f"{prompt_tokens + wanted}, but the context holds {limit}",
-            param="max_tokens" if prompt_tokens < limit else "prompt",
+            param=name if prompt_tokens < limit else "prompt",
             code="context_length_exceeded",
         )
     return wanted

@@ -71,7 +71,8 @@ def _thinking(thinking: Any) -> tuple[str | None, int | None]:
     if thinking is None or kind in ("adaptive", "disabled"):
         return kind, None
     if kind != "enabled":
-        raise _wrong("thinking.type", f"must be enabled, adaptive or disabled, not {shown(kind)}")
+        what = f"must be enabled, adaptive or disabled, not {shown(kind or thinking)}"
+        raise _wrong("thinking.type", what)
     budget = thinking.get("budget_tokens")
     if type(budget) is not int or not 1 <= budget <= MAX_BUDGET:
         raise _wrong("thinking.budget_tokens", f"must be 1 .. {MAX_BUDGET}, not {shown(budget)}")
@@ -88,7 +89,8 @@ def _choice(choice: Any) -> tuple[Any, bool | None]:
     elif isinstance(kind, str) and kind in _CHOICES:
         chosen = _CHOICES[kind]
     else:
-        raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice")
+        what = f"must be auto, any, tool or none, not {shown(kind or choice)}"
+        raise invalid(f"tool_choice.type {what}", "tool_choice")
     single = choice.get("disable_parallel_tool_use", False)
     if not isinstance(single, bool):
         field = "tool_choice.disable_parallel_tool_use"
@@ -98,7 +100,7 @@ def _choice(choice: Any) -> tuple[Any, bool | None]:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        raise _wrong(where, "must be an object")
+        raise _wrong(where, f"must be an object, not {shown(tool)}")
     if tool.get("type") not in (None, "custom"):
         raise _wrong(f"{where}.type", f"must be 'custom', not {shown(tool['type'])}")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
@@ -110,12 +112,13 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant"):
-        raise _wrong(f"{where}.role", "must be user or assistant")
+        raise _wrong(f"{where}.role", f"must be user or assistant, not {shown(role or message)}")
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise _wrong(f"{where}.content", "must be a string or a list of blocks")
+        what = f"must be a string or a list of blocks, not {shown(content)}"
+        raise _wrong(f"{where}.content", what)
     return (_user if role == "user" else _assistant)(content, f"{where}.content")
 
 
@@ -170,10 +173,10 @@ def _text(content: Any, where: str, first: int = 0) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, "must be a string or a list of text blocks")
+        raise _wrong(where, f"must be a string or a list of text blocks, not {shown(content)}")
     for i, block in enumerate(content, first):
         if _kind(block) != "text" or not isinstance(block.get("text"), str):
-            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {shown(_kind(block))}")
+            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {shown(_kind(block) or block)}")
     return "\n".join(block["text"] for block in content)
 
 

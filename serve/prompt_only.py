@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict
 
-from octavo.sampling.shown import shown
 from octavo.serve import errors, objects
 from octavo.serve import types as engine
 from octavo.serve.answering import Guard
 from octavo.serve.bodies import parse_body, take
-from octavo.serve.context import ServerContext, context_of, visit_of
+from octavo.serve.context import ServerContext, check_vocabulary, context_of, visit_of
 from octavo.serve.errors import ApiError
+from octavo.serve.protocol import check_scheduling
 from octavo.serve.types import FINISH_ABORT, FINISH_ERROR, TokenEvent
 from octavo.serve.wire import Ready
 
@@ -44,12 +44,7 @@ async def enter[Body: PromptBody](
     ready = context.require_ready()
     body = await take(request, partial(parse_body, kind))
     context.check_model(body.model)
-    if body.cache_salt == "":
-        raise errors.invalid("cache_salt must not be empty", "cache_salt")
-    if body.priority is not None and abs(body.priority) > 2**31:
-        raise errors.invalid(
-            f"priority must be a 32-bit integer, not {shown(body.priority)}", "priority"
-        )
+    check_scheduling(body.priority, body.cache_salt)
     return context, ready, body
 
 
@@ -60,9 +55,7 @@ def check_ids(ids: Sequence[int], name: str, ready: Ready, what: str = "") -> No
     if len(ids) > ready.max_model_len:
         message = f"{what or name}: {len(ids)} tokens, but the context holds {ready.max_model_len}"
         raise ApiError(400, message, param=name, code="context_length_exceeded")
-    if not 0 <= min(ids) <= max(ids) < ready.vocab_size:
-        limit = f"token ids are 0 .. {ready.vocab_size - 1}"
-        raise errors.invalid(f"{name} holds an id outside the vocabulary: {limit}", name)
+    check_vocabulary(ids, name, ready.vocab_size)
 
 
 async def run_prompts(

@@ -108,7 +108,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     out: dict[str, Any] = {"role": _SAID_AS.get(role, role)}
     content = message.get("content")
     if content is None and not (role == "assistant" and (calls or older)):
-        raise _wrong(f"{where}.content", "is required")
+        raise _wrong(f"{where}.content", f"is required of the role {shown(role)}")
     out["content"] = None if content is None else _content(content, f"{where}.content")
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
@@ -153,13 +153,13 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 def _function(function: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _wrong(where, "must be an object with a name")
+        raise _wrong(where, f"must be an object with a name, not {shown(function)}")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
             arguments = strict_json(arguments)
         except (ValueError, RecursionError):
-            raise _wrong(f"{where}.arguments", "must be JSON") from None
+            raise _wrong(f"{where}.arguments", f"must be JSON, not {shown(arguments)}") from None
     return {**function, "arguments": arguments}
 
 

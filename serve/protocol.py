@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.sampling.params import (
+    MAX_INT32,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
@@ -21,6 +22,8 @@ from octavo.sampling.params import (
 )
 from octavo.sampling.shown import shown
 from octavo.serve.errors import invalid
+
+MIN_INT32 = -MAX_INT32 - 1
 
 # Accepted and without effect: they label, store or route, and change no token.
 HARMLESS = frozenset(
@@ -134,6 +137,11 @@ class SamplingBody(StructuredBody):
     return_timing: bool | None = None
 
     @property
+    def length_field(self) -> str:
+        """The field that says how many tokens to generate at most."""
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         """Whether the stream ends with a usage event: `usage` is where timing goes too."""
         asked = self.stream_options and self.stream_options.include_usage
@@ -171,6 +179,11 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
     _bytes: int = PrivateAttr(default=0)
+
+    @property
+    def length_field(self) -> str:
+        """The field that says how many tokens to generate at most."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def came_in(self, size: int) -> Self:
         """This body, read from so many bytes."""
@@ -237,8 +250,8 @@ def sampling_params(
         values["stop"] = (body.stop,)
     elif body.stop is not None:
         values["stop"] = tuple(body.stop)
-    if body.top_k == -1:
-        values["top_k"] = 0
+    if body.top_k is not None:
+        values["top_k"] = _top_k(body.top_k)
     if body.seed is not None:
         values["seed"] = _seed(body.seed)
     if body.logit_bias is not None:
@@ -269,10 +282,17 @@ _SAME_NAME = (
 )
 
 
+def _top_k(top_k: int) -> int:
+    """SamplingParams' value: -1 is another word for all."""
+    if not -1 <= top_k <= MAX_INT32:
+        raise invalid(f"top_k must be in -1 .. {MAX_INT32}, not {shown(top_k)}", "top_k")
+    return max(top_k, 0)
+
+
 def _seed(seed: int) -> int:
     """Fold the signed 64-bit seeds that clients send into SamplingParams' range."""
     if not -(2**63) <= seed < 2**63:
-        raise invalid(f"seed must be a 64-bit integer, not {shown(seed)}", "seed")
+        raise invalid(f"seed must be in {-(2**63)} .. {MAX_SEED}, not {shown(seed)}", "seed")
     return seed & MAX_SEED
 
 
@@ -307,12 +327,18 @@ def check_combinations(body: CompletionBody | ChatBody) -> None:
         raise invalid("stream_options is only accepted with stream=true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs can't be streamed", "prompt_logprobs")
-    if body.cache_salt == "":
-        raise invalid("cache_salt must not be empty", "cache_salt")
-    if body.priority is not None and abs(body.priority) > 2**31:
-        raise invalid(f"priority must be a 32-bit integer, not {shown(body.priority)}", "priority")
+    check_scheduling(body.priority, body.cache_salt)
     if isinstance(body, ChatBody):
         _check_chat(body)
+
+
+def check_scheduling(priority: int | None, cache_salt: str | None) -> None:
+    """ApiError 400 unless the scheduler and the prefix cache can take these."""
+    if cache_salt == "":
+        raise invalid("cache_salt must not be empty: '' is no salt, leave it out", "cache_salt")
+    if priority is not None and not MIN_INT32 <= priority <= MAX_INT32:
+        limits = f"{MIN_INT32} .. {MAX_INT32}"
+        raise invalid(f"priority must be in {limits}, not {shown(priority)}", "priority")
 
 
 def _check_chat(body: ChatBody) -> None:

@@ -16,7 +16,8 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise invalid("input must be a string or a list of at least one item", "input")
+        what = f"input must be a string or a list of at least one item, not {shown(value)}"
+        raise invalid(what, "input")
     history = _History()
     for i, item in enumerate(value):
         history.add(item, f"input[{i}]")
@@ -45,7 +46,8 @@ class _History:
                 self._reasoning(item, where)
             case _:
                 raise _wrong(
-                    f"{where}.type", f"must be one of {', '.join(_TYPES)}, not {shown(kind)}"
+                    f"{where}.type",
+                    f"must be one of {', '.join(_TYPES)}, not {shown(kind or item)}",
                 )
 
     def finished(self) -> list[dict[str, Any]]:
@@ -69,7 +71,7 @@ class _History:
         try:
             strict_json(arguments or "{}")
         except (ValueError, RecursionError):
-            raise _wrong(f"{where}.arguments", "must be JSON") from None
+            raise _wrong(f"{where}.arguments", f"must be JSON, not {shown(arguments)}") from None
         function = {"name": _string(item, "name", where), "arguments": arguments}
         call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
         self._open_turn().setdefault("tool_calls", []).append(call)
@@ -103,7 +105,7 @@ def _text(content: Any, where: str, kinds: dict[str, str] = _TEXTS) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, "must be a string or a list of text parts")
+        raise _wrong(where, f"must be a string or a list of text parts, not {shown(content)}")
     texts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None

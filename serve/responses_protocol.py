@@ -149,9 +149,9 @@ def _check(body: ResponsesBody) -> None:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        raise invalid(f"{where} must be an object", where)
+        raise invalid(f"{where} must be an object, not {shown(tool)}", where)
     if tool.get("type") != "function":
-        message = f"{where}.type must be 'function', not {shown(tool.get('type'))}"
+        message = f"{where}.type must be 'function', not {shown(tool.get('type') or tool)}"
         raise invalid(f"{message}: there are no built-in tools", f"{where}.type")
     function = {key: value for key, value in tool.items() if key != "type"}
     return {"type": "function", "function": function}
@@ -161,7 +161,8 @@ def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function":
-        message = f"tool_choice.type must be 'function', not {shown(choice.get('type'))}"
+        kind = choice.get("type") or choice
+        message = f"tool_choice.type must be 'function', not {shown(kind)}"
         raise invalid(message, "tool_choice")
     return {"type": "function", "function": {"name": choice.get("name")}}
 

@@ -62,10 +62,10 @@ async def chat_completions(request: Request) -> Response:
         structured=structured,
         thinking=plan.thinking if plan else None,
     )
-    asked = body.max_completion_tokens
-    asked = body.max_tokens if asked is None else asked
+    asked: int | None = getattr(body, body.length_field)
     if asked == 0:
-        raise errors.invalid("max_tokens must be at least 1 in a chat, not 0", "max_tokens")
+        name = body.length_field
+        raise errors.invalid(f"{name} must be at least 1 in a chat, not 0", name)
     return await _generate(context, request, body, wanted, ready, [prompt], asked, plan)
 
 

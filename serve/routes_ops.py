@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.serve import objects
 from octavo.serve.bodies import parse_body, take
-from octavo.serve.context import ServerContext, context_of, read_body
+from octavo.serve.context import ServerContext, check_vocabulary, context_of, read_body
 from octavo.serve.errors import invalid, unknown_model
 from octavo.serve.metrics import exposition
 from octavo.serve.openapi import request_schema
@@ -62,7 +62,7 @@ async def tokenize(request: Request) -> Response:
     body, size = await take(request, _to_tokenize)
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("give either prompt or messages", "prompt")
+        raise invalid("give either prompt or messages, not both or none", "prompt")
     if body.messages is not None:
         special = body.add_special_tokens is True
         weight = sys.maxsize if body.chat_template is not None else size
@@ -104,8 +104,8 @@ def _ids(raw: bytes, context: ServerContext, ready: Ready) -> list[int]:
     """The ids in a body that asks for their text; millions take a while. ApiError 400 or 404."""
     body = parse_body(DetokenizeBody, raw, any_extra=True)
     context.check_model(body.model)
-    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
-        raise invalid(f"tokens: token ids are 0 .. {ready.vocab_size - 1}", "tokens")
+    if body.tokens:
+        check_vocabulary(body.tokens, "tokens", ready.vocab_size)
     return body.tokens
 
 

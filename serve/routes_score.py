@@ -1,11 +1,12 @@
 """/v1/score: log-probabilities of given continuations of one prompt."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
 from octavo.sampling.params import SamplingParams
+from octavo.sampling.shown import shown
 from octavo.serve import errors, objects
 from octavo.serve import types as engine
 from octavo.serve.context import ServerContext
@@ -39,16 +40,16 @@ class ScoreBody(PromptBody):
 async def score(request: Request) -> Response:
     """For each continuation its tokens, their log-probabilities, the sum, and if it is greedy."""
     context, ready, body = await enter(request, ScoreBody)
-    prompt = _either(body, "prompt", "text_1")
-    continuations = _either(body, "continuations", "text_2")
+    asked = _either(body, "prompt", "text_1"), _either(body, "continuations", "text_2")
     special = body.add_special_tokens is not False
-    pairs = await _tokens(context, ready, prompt, continuations, special)
+    pairs = await _tokens(context, ready, *asked, special)
+    name, other = (field.name for field in asked)
     answer = context.identity("score-")
     requests = []
     for index, (before, after) in enumerate(pairs):
-        check_ids(before, "prompt", ready)
-        check_ids(after, "continuations", ready)
-        check_ids((*before, *after), "prompt", ready, "prompt and continuation")
+        check_ids(before, name, ready)
+        check_ids(after, other, ready)
+        check_ids((*before, *after), name, ready, "prompt and continuation")
         requests.append(
             engine.Request(
                 request_id=f"{answer.id}-{index}",
@@ -71,32 +72,41 @@ async def score(request: Request) -> Response:
     return Response(objects.to_json(fields), media_type="application/json")
 
 
-def _either(body: ScoreBody, name: str, other: str) -> Any:
+class _Field(NamedTuple):
+    """A value and the field it came in."""
+
+    value: Any
+    name: str
+
+
+def _either(body: ScoreBody, name: str, other: str) -> _Field:
     value, alias = getattr(body, name), getattr(body, other)
     if (value is None) == (alias is None):
-        raise errors.invalid(f"give either {name} or {other}", name)
-    return alias if value is None else value
+        raise errors.invalid(f"give either {name} or {other}, not both or none", name)
+    return _Field(alias, other) if value is None else _Field(value, name)
 
 
 async def _tokens(
-    context: ServerContext, ready: Ready, prompt: Any, continuations: Any, special: bool
+    context: ServerContext, ready: Ready, prompt: _Field, continuations: _Field, special: bool
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(prompt, continuation) as ids, for each continuation.
 
     Texts are encoded joined and cut after as many tokens as the prompt has alone, as evaluation
     harnesses do: a tokenizer may merge characters across the border.
     """
-    before, *more = await context.encoder.split(prompt, "prompt")
-    afters = await context.encoder.split(continuations, "continuations")
+    before, *more = await context.encoder.split(*prompt)
+    afters = await context.encoder.split(*continuations)
     if more:
-        raise errors.invalid(f"prompt must be one prompt, not {1 + len(more)}", "prompt")
+        message = f"{prompt.name} must be one prompt, not {1 + len(more)}"
+        raise errors.invalid(message, prompt.name)
     if any(isinstance(after, str) != isinstance(before, str) for after in afters):
-        message = "continuations must be texts for a text, token ids for token ids"
-        raise errors.invalid(message, "continuations")
+        wrong = next(one for one in afters if isinstance(one, str) != isinstance(before, str))
+        what = f"must be texts for a text, token ids for token ids, not {shown(wrong)}"
+        raise errors.invalid(f"{continuations.name} {what}", continuations.name)
     if not isinstance(before, str):
         return [(tuple(before), tuple(after)) for after in afters if not isinstance(after, str)]
     alone = (await context.encoder.text(before, special)).ids
-    check_ids(alone, "prompt", ready)  # before it is encoded again with every continuation
+    check_ids(alone, prompt.name, ready)  # before it is encoded again with every continuation
     pairs = []
     for after in afters:
         joined = (await context.encoder.text(f"{before}{after}", special)).ids

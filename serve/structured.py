@@ -68,12 +68,14 @@ def _response_format(field: str, value: Any) -> Grammar | None:
     where = f"{field}.json_schema"
     inner = value.get("json_schema")
     if not isinstance(inner, Mapping):
-        raise invalid(f"{where} must be an object with a schema", field)
+        raise invalid(f"{where} must be an object with a schema, not {shown(inner)}", field)
     _only(field, inner, {"name", "description", "schema", "strict"}, where)
     if not isinstance(inner.get("strict"), bool | None):
-        raise invalid(f"{where}.strict must be true or false", field)
+        what = f"must be true or false, not {shown(inner['strict'])}"
+        raise invalid(f"{where}.strict {what}", field)
     if not isinstance(inner.get("schema"), Mapping):
-        raise invalid(f"{where}.schema must be a JSON schema", field)
+        what = f"must be a JSON schema, not {shown(inner.get('schema'))}"
+        raise invalid(f"{where}.schema {what}", field)
     return _made(field, "json", inner["schema"])
 
 
@@ -91,8 +93,8 @@ def _structured_outputs(field: str, value: Any) -> Grammar | None:
 
 def _compact(field: str, asked: dict[str, Any]) -> dict[str, Any]:
     """What is asked with COMPACT: a schema whose llguidance options forbid blanks."""
-    if asked.pop(COMPACT) is not True:
-        raise invalid(f"{field}: {COMPACT} must be true or false", field)
+    if (flag := asked.pop(COMPACT)) is not True:
+        raise invalid(f"{field}: {COMPACT} must be true or false, not {shown(flag)}", field)
     match asked:
         case {"json_object": True, **rest} if not rest:
             schema = {"type": "object"}
@@ -102,7 +104,7 @@ def _compact(field: str, asked: dict[str, Any]) -> dict[str, Any]:
             raise invalid(f"{field}: {COMPACT} goes with json or json_object alone", field)
     options = schema.get(OPTIONS, {})
     if not isinstance(options, Mapping):
-        raise invalid(f"{field}: {OPTIONS} must be an object", field)
+        raise invalid(f"{field}: {OPTIONS} must be an object, not {shown(options)}", field)
     return {"json": {**schema, OPTIONS: {**options, "whitespace_flexible": False}}}
 
 
@@ -113,7 +115,7 @@ def _schema(field: str, value: Any) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, Mapping):
-        raise invalid(f"{field}: {_WANTED['json']}", field)
+        raise invalid(f"{field}: {_WANTED['json']}, not {shown(value)}", field)
     return schema
 
 
@@ -137,7 +139,7 @@ def _made(field: str, kind: str, value: Any) -> Grammar:
                 return Grammar.choice(value)
     except (ValueError, RecursionError) as error:
         raise invalid(f"{field}: {error}", field) from None
-    raise invalid(f"{field}: {_WANTED[kind]}", field)
+    raise invalid(f"{field}: {_WANTED[kind]}, not {shown(value)}", field)
 
 
 _WANTED = {
