@@ -19,6 +19,7 @@ _CASED_WORDS = (
 )
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -28,7 +29,9 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_LLAMA3,),
+    "smaug-bpe": (_LLAMA3,),
     "qwen2": (_QWEN2,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
     "tekken": (_TEKKEN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
@@ -38,8 +41,11 @@ _ALIASES = {
     "gpt2": "gpt-2",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "pixtral": "llama-bpe",
     "mistral-bpe": "tekken",
     "deepseek-r1-qwen": "qwen2",
+    "megrez": "qwen2",
     "starcoder": "smollm",
     "refact": "smollm",
 }

@@ -41,12 +41,13 @@ def spell_out_tools(
     `messages` are as `prepare_messages` leaves them, their content being text.
     """
     spelled: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
-        follows = i > 0 and messages[i - 1]["role"] == message["role"] == "tool"
-        if follows:  # many templates want the roles to alternate
-            spelled[-1]["content"] += "\n" + _spelled(message)["content"]
+    for before, message in zip([{"role": ""}, *messages], messages):
+        written = _spelled(message)
+        if before["role"] == "tool" and written["role"] == "user":
+            # Many templates want the roles to alternate.
+            spelled[-1]["content"] += "\n" + written["content"]
         else:
-            spelled.append(_spelled(message))
+            spelled.append(written)
     if not tools:
         return spelled
     lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)

@@ -120,6 +120,7 @@ def test_a_template_without_tools_gets_them_as_text():
         {"role": "assistant", "content": "Sure", "tool_calls": calls},
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
+        {"role": "user", "content": "so?"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]
     text = tokenizer(CHATML).render_chat(messages, tools=tools)
@@ -131,7 +132,7 @@ def test_a_template_without_tools_gets_them_as_text():
     assert turns == [
         "<|user|>hi",
         f"<|assistant|>Sure\n{first}\n{second}",
-        "<|user|><tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>",
+        "<|user|><tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nso?",
         "<|assistant|>",
     ]
     alone = tokenizer(CHATML).render_chat(chat("hi"), tools=tools)
