@@ -35,7 +35,8 @@ def add_samples(
     base_id: str,
 ) -> None:
     """Every sample of every prompt as an engine request; ApiError 400 before any is submitted."""
-    default = ready.max_model_len if wanted.chat else COMPLETION_DEFAULT_TOKENS
+    own = ready.generation.get("max_tokens", ready.max_model_len)
+    default = own if wanted.chat else COMPLETION_DEFAULT_TOKENS
     for prompt in prompts:
         prompt = _truncate(prompt, body.truncate_prompt_tokens, ready.max_model_len)
         sizes = (len(prompt.ids), max_tokens, default, ready.max_model_len)

@@ -198,7 +198,7 @@ def test_without_a_tokenizer_ids_go_in_and_out():
 @pytest.fixture(scope="module")
 def shared():
     """One server for the tests that leave it as they found it."""
-    engine = {"max_waiting": 60, "generation": {"temperature": 0.7, "top_k": 3}}
+    engine = {"max_waiting": 60, "generation": {"temperature": 0.7, "top_k": 3, "max_tokens": 40}}
     with running(engine=engine) as server:
         yield server
         assert server.idle()
@@ -233,6 +233,10 @@ def test_the_models_own_sampling_defaults_apply(shared):
 
     assert text(temperature=None) == "bca"
     assert text(temperature=0) == "abc"
+    for asked, count in ((None, 40), (50, 50)):  # it is a default, not a bound
+        chat = shared.good(shared.chat("abc", max_tokens=asked))
+        assert chat["usage"]["completion_tokens"] == count
+    assert shared.good(shared.complete("a", max_tokens=None))["usage"]["completion_tokens"] == 16
 
 
 def test_a_stalled_reader_and_many_streams(shared):
