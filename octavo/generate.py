@@ -36,7 +36,8 @@ def make_generate(
     """A jitted function (params, tokens i32[B, T], lengths i32[B], key) -> i32[B, max_tokens].
 
     Row b's prompt is tokens[b, :lengths[b]], 1 <= lengths[b] <= T; what follows is padding. Each
-    row draws with its own stream from `key`; after a stop id its tokens are -1. `sampling` gives
+    row draws with its own stream from `key`; after a stop id its tokens are -1. `eos_ids` (say,
+    config.eos_ids) are stop ids unless sampling.ignore_eos. `sampling` gives
     temperature, filters, penalties, bias, min_tokens and stop ids; its max_tokens, n, seed, stop
     strings and logprobs play no part here.
     """

@@ -16,7 +16,7 @@ from octavo.serve.objects import event
 from octavo.serve.output import Delta
 from octavo.serve.split_generation import SplitGeneration
 from octavo.serve.strict_json import strict_json
-from octavo.serve.types import FINISH_ABORT, FINISH_LENGTH
+from octavo.serve.types import FINISH_ABORT, FINISH_LENGTH, TokenEvent
 
 
 class Blocks:
@@ -85,6 +85,13 @@ class MessagesGeneration(SplitGeneration):
     """One sample, answered as a message."""
 
     blocks: Blocks
+
+    async def first_events(self) -> list[TokenEvent]:
+        """As elsewhere. What they say of the prefix cache is for the stream's opening."""
+        events = await super().first_events()
+        sample = self.choices[0].sample
+        sample.cached_tokens = max([sample.cached_tokens, *(e.cached_tokens for e in events)])
+        return events
 
     def _opening(self) -> bytes:
         self.blocks = Blocks()

@@ -97,6 +97,16 @@ def test_a_stream_adds_up_to_the_message(client, text, fields, kinds, reason):
     assert streamed.usage == message.usage
 
 
+def test_a_stream_says_first_what_the_prompt_costs(client):
+    """A client that bills by message_start would charge cached tokens in full."""
+    with client.messages.create(**ask("hey<|eos|>"), stream=True) as stream:
+        events = list(stream)
+    begun, ended = events[0].message.usage, events[-2].usage
+    assert begun.cache_read_input_tokens == ended.cache_read_input_tokens > 0
+    assert begun.input_tokens == ended.input_tokens
+    assert (begun.output_tokens, ended.output_tokens) == (0, len("user:hey") + 1)
+
+
 def test_calls_have_objects_for_input(client):
     message = client.messages.create(**ask(f"{CALL}<|eos|>", tools=[TOOL]))
     assert message.content[1].input == {"a": 1}
