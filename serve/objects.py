@@ -1,8 +1,8 @@
 """The API's answer objects as JSON and server-sent events, written straight to bytes.
 
 A stream's events differ only in a few places, so a `ChunkWriter` prepares everything else once a
-choice and a token costs one string concatenation. Strings are escaped to ASCII: some clients split
-lines at U+2028 and its kin.
+choice and a token costs one string concatenation. Strings in events are escaped to ASCII: some
+clients split lines at U+2028 and its kin.
 """
 
 import json
@@ -53,7 +53,13 @@ def to_json(value: Any) -> bytes:
 
 def sse(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + _ascii_json(value) + b"\n\n"
+
+
+def _ascii_json(value: Any) -> bytes:
+    """Compact JSON in ASCII: by the fast encoder, which cannot escape, where nothing has to be."""
+    fast = msgspec.json.encode(value)
+    return fast if fast.isascii() else json.dumps(value, separators=(",", ":")).encode()
 
 
 def event(kind: str, fields: dict[str, Any]) -> bytes:
@@ -174,7 +180,7 @@ class ChunkWriter:
 
     def __init__(self, identity: Identity, index: int, *, chat: bool, with_usage: bool) -> None:
         kind = "chat.completion.chunk" if chat else "text_completion"
-        head = msgspec.json.encode(identity.fields(kind)).decode()
+        head = _ascii_json(identity.fields(kind)).decode()
         self._chat = chat
         self._start = f'data: {head[:-1]},"choices":[{{"index":{index},'
         self._open = self._start + ('"delta":{"content":' if chat else '"text":')
@@ -237,4 +243,4 @@ class ChunkWriter:
 
 def _members(fields: dict[str, Any]) -> str:
     """Further members of an object that is already open."""
-    return "," + msgspec.json.encode(fields)[1:-1].decode() if fields else ""
+    return "," + _ascii_json(fields)[1:-1].decode() if fields else ""

@@ -15,6 +15,7 @@ from mock_server import running
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve import client as client_module
+from octavo.serve import objects
 from octavo.serve.answering import EventStream, Guard
 from octavo.serve.client import EngineClient
 from octavo.serve.config import ServerConfig
@@ -120,6 +121,27 @@ def test_the_bytes_are_the_same_however_they_go_out(data):
     long_way = asyncio.run(streamed(groups, stop=stop))
     assert asyncio.run(streamed(groups, ready, stop=stop)) == long_way
     assert long_way[0].endswith(b"data: [DONE]\n\n")
+
+
+def test_events_are_ascii():
+    """httpx, for one, ends a line at U+2028: log-probabilities and errors had it as it is."""
+    text = "a\u2028\x85é"
+    writer = objects.ChunkWriter(Identity(text, 0, text, text), 0, chat=True, with_usage=False)
+    logprobs = {"content": [{"token": text, "bytes": [1]}]}
+    events = [
+        writer.role({"x": text}),
+        writer.text(text),
+        writer.full(text, logprobs=logprobs, finish_reason="stop", stop_reason=text),
+        writer.delta({"content": text}, logprobs=logprobs),
+        objects.sse({"error": {"message": text}}),
+        objects.event(text.encode("ascii", "ignore").decode(), {"delta": text}),
+    ]
+    for event in events:
+        assert event.isascii()
+        assert len(event.decode().splitlines()) == event.count(b"\n")
+    full = json.loads(events[2].removeprefix(b"data: "))
+    assert full["choices"][0]["logprobs"] == logprobs
+    assert full["choices"][0]["stop_reason"] == full["model"] == text
 
 
 def test_a_stop_string_ends_its_sample_without_news_of_its_end():
