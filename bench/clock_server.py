@@ -4,7 +4,6 @@
 """
 
 import json
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,14 +22,11 @@ START_SECONDS = 60.0
 @contextmanager
 def running(period: float = 0.0, api_processes: int = 1) -> Iterator[ServerTree]:
     """A server that is ready; its engine makes a step each `period` seconds (0: at once)."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), VOCAB)
-        order: dict[str, Any] = {"tokenizer": folder, "period": period}
-        order |= {"port": port, "api_processes": api_processes}
+        order = {"tokenizer": folder, "period": period, "api_processes": api_processes}
         command = [sys.executable, "-m", "octavo.bench.clock_server", json.dumps(order)]
-        with started(command, port, START_SECONDS) as server:
+        with started(command, START_SECONDS) as server:
             yield server
 
 
@@ -41,9 +37,7 @@ def main(order: dict[str, Any]) -> int:
     from octavo.serve.server import run
 
     config: Any = ClockConfig(order["tokenizer"], order["period"])
-    server = ServerConfig(
-        port=order["port"], api_processes=order["api_processes"], log_level="warning"
-    )
+    server = ServerConfig(port=0, api_processes=order["api_processes"], log_level="warning")
     return run(config, server, Parts("octavo.bench.clock_engine:make"))
 
 

@@ -1,7 +1,10 @@
 """A server that a benchmark starts, as processes: when it is ready, what it uses. Linux (/proc)."""
 
 import os
+import re
+import selectors
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +13,9 @@ from octavo.bench.load import Target
 from octavo.bench.serve import reach
 
 END_SECONDS = 60.0
+ADDRESS = re.compile(rb" on http://127\.0\.0\.1:(\d+)\n")
+"""Ends the line that a server writes once it serves."""
+
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -41,13 +47,14 @@ class ServerTree:
 
 
 @contextmanager
-def started(command: Sequence[str], port: int, seconds: float) -> Iterator[ServerTree]:
-    """The server that `command` starts on `port`, once it is ready; ended afterwards.
+def started(command: Sequence[str], seconds: float) -> Iterator[ServerTree]:
+    """The server that `command` starts on a port of the server's choice, once it is ready.
 
-    ValueError if it is not ready in `seconds`.
+    It is ended afterwards. ValueError if it is not ready in `seconds`.
     """
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
+        port = _port_of(process, time.monotonic() + seconds)
         reach(Target(f"http://127.0.0.1:{port}"), seconds, lambda: process.poll() is None)
         yield ServerTree(process.pid, port)
     finally:
@@ -57,6 +64,24 @@ def started(command: Sequence[str], port: int, seconds: float) -> Iterator[Serve
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _port_of(process: subprocess.Popen[bytes], end: float) -> int:
+    """The port that a server says it serves on; ValueError if it doesn't before `end`."""
+    assert process.stdout is not None
+    said = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not (found := ADDRESS.search(said)):
+            if not selector.select(max(0.0, end - time.monotonic())):
+                raise ValueError("the server is not ready in time")
+            piece = os.read(process.stdout.fileno(), 4096)
+            if not piece:
+                raise ValueError("the server has ended")
+            said += piece
+    return int(found[1])
 
 
 def _family(pid: int) -> list[int]:

@@ -9,7 +9,6 @@ three at most. Afterwards nothing may run or hold a page, and each case is asked
 import asyncio
 import importlib.metadata
 import platform
-import socket
 import sys
 import time
 import urllib.request
@@ -72,11 +71,9 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
 
 def serving(arguments: Sequence[str]) -> Any:
     """Context manager: `octavo serve` with these flags, on a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--port={port}"]
+    command = [sys.executable, "-m", "octavo.serve.cli", "serve", "--port=0"]
     command += [f"--served_model_name={NAME}", "--log_level=warning", *arguments]
-    return started(command, port, START_SECONDS)
+    return started(command, START_SECONDS)
 
 
 def soak(server: ServerTree, count: int, at_once: int, copies: int, seed: int) -> dict[str, Any]:

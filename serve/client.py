@@ -273,8 +273,13 @@ class EngineClient:
             call.fail(error)
 
     def stuck_for(self) -> float:
-        """Seconds that the loaded core has said nothing, a compile's time allowed for."""
-        return self._silence.seconds() if self.up else 0.0
+        """Seconds that the loaded core has said nothing, a compile's time allowed for.
+
+        None while something it has said lies unread: then this process was the slow one.
+        """
+        if not self.up or self._socket is None or int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            return 0.0
+        return self._silence.seconds()
 
     def _open_calls(self) -> list[Call]:
         return list(dict.fromkeys(self._calls.values()))

@@ -63,16 +63,17 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
     OSError if the address is taken or unknown.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    first = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    if count == 1:
-        return [first]
-    # Another server's port must be refused, so the address is tried alone before it is shared.
-    address = first.getsockname()
-    first.close()
-    return [
-        socket.create_server(address[:2], family=family, backlog=BACKLOG, reuse_port=True)
-        for _ in range(count)
-    ]
+    shared = count > 1
+    if shared and port:
+        # Another server's port must be refused, so the address is tried alone before it is shared.
+        socket.create_server(address[:2], family=family).close()
+    listeners: list[socket.socket] = []
+    for _ in range(count):
+        listeners.append(
+            socket.create_server(address[:2], family=family, backlog=BACKLOG, reuse_port=shared)
+        )
+        address = listeners[0].getsockname()
+    return listeners
 
 
 class Server:

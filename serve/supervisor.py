@@ -24,7 +24,7 @@ import zmq.asyncio
 from octavo.serve import errors
 from octavo.serve.breaker import RestartBudget
 from octavo.serve.config import ServerConfig
-from octavo.serve.core import CoreSpec
+from octavo.serve.core import EXIT_FAILED, CoreSpec
 from octavo.serve.wire import (
     SUPERVISOR,
     Compiling,
@@ -40,6 +40,8 @@ from octavo.serve.wire import (
 )
 
 STOP_SECONDS = 5.0
+# A core that has failed has said why: how long that may be on its way when the process has ended.
+LAST_WORDS_SECONDS = 2.0
 # A compile may keep the core silent for this much longer than a step.
 COMPILE_SECONDS = 1800.0
 HANG_PERIODS = 2
@@ -107,6 +109,7 @@ class CoreSupervisor:
         self._socket: zmq.asyncio.Socket | None = None
         self._stopping = False
         self._reason: str | None = None
+        self._told = asyncio.Event()
         self._loaded = False
         self._weights = EngineState()
         self._silence = Silence()
@@ -184,6 +187,7 @@ class CoreSupervisor:
     async def _live(self, restarts: int) -> str:
         """One life of the core; why it ended."""
         self._reason, self._loaded = None, False
+        self._told.clear()
         address = f"ipc://{self._folder}/core-{restarts}"
         self._process = await self._spawn(address)
         self._socket = connect(address, SUPERVISOR)
@@ -193,6 +197,9 @@ class CoreSupervisor:
         helpers = [asyncio.create_task(self._read(ready)), asyncio.create_task(self._watch())]
         try:
             code = await self._process.wait()
+            if code == EXIT_FAILED:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._told.wait(), LAST_WORDS_SECONDS)
         finally:
             for task in helpers:
                 task.cancel()
@@ -235,6 +242,7 @@ class CoreSupervisor:
             self._silence.heard(message)
             if isinstance(message, Fatal):
                 self._reason = message.message
+                self._told.set()
             elif isinstance(message, EngineState):
                 self._weights = message
             elif isinstance(message, Ready):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.serve import logs
+from octavo.serve import errors, logs
 from octavo.serve.api import ApiServer, Parts
 from octavo.serve.config import ServerConfig
 from octavo.serve.core import follow_parent
@@ -26,7 +26,7 @@ from octavo.serve.supervisor import connect
 from octavo.serve.wire import EngineNews
 
 BEAT_SECONDS = 1.0
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
 
 log = logging.getLogger("octavo.fleet")
 
@@ -106,7 +106,10 @@ class Worker:
         return 0
 
     async def total(self) -> Recorder:
-        """The whole fleet's sum, or this process's own if the fleet doesn't answer."""
+        """The whole fleet's sum; ApiError 503 if the fleet doesn't answer.
+
+        This process's own would look as if every counter had been set back.
+        """
         asked = self._asked
         if asked is None or asked.done():
             asked = self._asked = asyncio.get_running_loop().create_future()
@@ -116,7 +119,7 @@ class Worker:
             return asked.result()
         if self._asked is asked:
             self._asked = None  # it may be lost: the next to want it asks anew
-        return self._context.measured()
+        raise errors.unavailable("the sum of all API processes can't be had")
 
     async def _read(self) -> None:
         """Take what the fleet says; where that fails this process ends, and another is started."""

@@ -6,17 +6,13 @@ The kit is a folder of tests that know a server by its URL alone; `make test-bla
 whole, tests/test_openai_client.py a part of it where it is found.
 """
 
+import re
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
-
-from ports import free_port
 
 KIT = Path(__file__).resolve().parents[2] / "shared" / "blackbox"
 MODEL = "smollm2"
-START_SECONDS = 600
 
 
 def run_kit(folder, url, arguments=()):
@@ -30,12 +26,10 @@ def run_kit(folder, url, arguments=()):
 
 def main(folder, *arguments):
     """Start a server, run the kit, end the server; the kit's exit code."""
-    port = free_port()
-    command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--model={MODEL}"]
-    server = subprocess.Popen([*command, f"--port={port}"])
+    command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--model={MODEL}", "--port=0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        _wait(server, port)
-        code, output = run_kit(folder, f"http://127.0.0.1:{port}", arguments)
+        code, output = run_kit(folder, _address(server), arguments)
         print(output)
         return code
     finally:
@@ -43,15 +37,11 @@ def main(folder, *arguments):
         server.wait()
 
 
-def _wait(server, port):
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10).close()
-        except OSError:
-            time.sleep(0.5)
-        else:
-            return
+def _address(server):
+    """Where it serves, which it says once it does."""
+    for line in server.stdout:
+        if said := re.search(r"serving .* on (http://\S+)", line):
+            return said[1]
     raise SystemExit("the server did not start")
 
 

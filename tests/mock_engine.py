@@ -3,9 +3,15 @@
 Token i of a sample repeats the prompt: prompt[(i + shift) % len(prompt)], where shift is 0 for
 greedy requests and seed + sample_index otherwise. Ids in the prompt that are special to the engine
 (the tokenizer spells them <|nan|> and so on) make it misbehave on purpose.
+
+What a test must find under way takes as long as the test wants, however slow the machine is: while
+a file exists (`MockConfig.hold_file`, mock_server.Running.hold), prompts with <|hold|> make no more
+than HELD_TOKENS tokens, compiles and the reading of "slow" weights don't end, nor does a decode of
+the id WAITS, and no engine is loaded.
 """
 
 import json
+import logging
 import os
 import struct
 import time
@@ -20,11 +26,21 @@ from octavo.serve.types import EngineStats, Request, TokenEvent, TokenLogprob
 
 SPECIALS = {"<|bos|>": 256, "<|eos|>": 257, "<|nan|>": 258, "<|boom|>": 259, "<|exit|>": 260}
 SPECIALS |= {"<|slow|>": 261, "<|stall|>": 262, "<|badadd|>": 263, "<|hang|>": 264}
-SPECIALS |= {"<|compile|>": 265, "<|once|>": 266}
+SPECIALS |= {"<|compile|>": 265, "<|once|>": 266, "<|hold|>": 267}
 NAMES = {i: name for name, i in SPECIALS.items()}
-BOS, EOS, NAN, BOOM, EXIT, SLOW, STALL, BADADD, HANG, COMPILE, ONCE = SPECIALS.values()
+BOS, EOS, NAN, BOOM, EXIT, SLOW, STALL, BADADD, HANG, COMPILE, ONCE, HOLD = SPECIALS.values()
 VOCAB = 300
 UNSPEAKABLE = 299  # no text: decoding it fails
+WAITS = 298  # no text either: decoding it waits while the file exists
+HELD_TOKENS = 3
+
+log = logging.getLogger("mock")
+
+
+def wait_while(path):
+    """Until a file is gone; "" is none."""
+    while os.path.exists(path):
+        time.sleep(0.01)
 
 
 class ByteTokenizer:
@@ -36,6 +52,7 @@ class ByteTokenizer:
     bos_id = BOS
     eos_ids = (EOS,)
     chat_template = tool_template = "yes"
+    hold_file = ""
 
     def encode(self, text, add_special_tokens=True):
         if "fault:tokenise" in text:
@@ -51,6 +68,9 @@ class ByteTokenizer:
         out = bytearray()
         if UNSPEAKABLE in ids:
             raise RuntimeError("detokenise fault")
+        if WAITS in ids:
+            log.info("decoding is held")
+            wait_while(self.hold_file)
         for i in ids:
             if i < 256:
                 out.append(i)
@@ -124,11 +144,11 @@ class MockConfig:
     max_model_len: int = 2048
     max_waiting: int = 1000
     step_seconds: float = 0.0
-    load_seconds: float = 0.0
     tokenizer: str = ""
     fail_start: bool = False
     tame: bool = False
     flag_file: str = ""
+    hold_file: str = ""
     record: str = ""
     generation: dict = field(default_factory=dict)
 
@@ -142,7 +162,9 @@ class _Row:
 
 
 def tokenizer(config):
-    return ByteTokenizer()
+    made = ByteTokenizer()
+    made.hold_file = config.hold_file
+    return made
 
 
 def tagged_tokenizer(config):
@@ -158,7 +180,7 @@ def spelled_tokenizer(config):
 
 
 def make(config):
-    time.sleep(config.load_seconds)
+    wait_while(config.hold_file)
     if config.fail_start:
         raise RuntimeError("no such weights")
     if config.flag_file and os.path.exists(config.flag_file + ".fail"):
@@ -197,7 +219,8 @@ class MockEngine:
         """Weights by what their name says: bad, slow or fatal ones, or good."""
         if "bad" in model:
             raise ValueError(f"{model} is another model: width is 3, here 2")
-        time.sleep(0.3 if "slow" in model else 0)
+        if "slow" in model:
+            wait_while(self.config.hold_file)
         return model
 
     def swap(self, staged):
@@ -281,10 +304,13 @@ class MockEngine:
             time.sleep(3600)
         if COMPILE in prompt and not row.made:
             self.announce_compile()
-            time.sleep(2)
+            log.info("compiling")
+            wait_while(self.config.hold_file)
         if SLOW in prompt:
             time.sleep(0.02)
-        if STALL in prompt:
+        held = HOLD in prompt and row.made >= HELD_TOKENS
+        if STALL in prompt or (held and os.path.exists(self.config.hold_file)):
+            time.sleep(0.01)
             return
         if request.grammar is not None and "REFUSED" in request.grammar.text:
             del self.rows[request.request_id]

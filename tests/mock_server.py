@@ -4,11 +4,14 @@
 """
 
 import contextlib
+import functools
 import gc
 import http.client
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +20,13 @@ import time
 from pathlib import Path
 
 from mock_engine import MockConfig
-from ports import free_port
 
 HERE = Path(__file__).parent
-PATIENCE = 30
-"""Seconds that a busy machine may take; a slow stream of 2,000 tokens takes longer still."""
+PATIENCE = 60
+"""Seconds that a busy machine may take."""
+
+ADDRESS = re.compile(r"(?:listening|serving .*) on https?://[^:\s]+:(\d+)[,\n]")
+"""How a server says which free port it has taken: one that a test looked for could be lost."""
 
 HEAVY = {"jax", "jaxlib", "torch", "transformers", "opentelemetry.sdk"}
 
@@ -59,14 +64,33 @@ def bad_tokenizer(config):
 
 
 class Running:
-    """A server process and how to talk to it."""
+    """A server process and how to talk to it; in `folder` are its log and what holds the mock."""
 
-    def __init__(self, process, port, output):
-        self.process, self.port, self._output = process, port, output
+    def __init__(self, process, folder):
+        self.process, self._folder = process, Path(folder)
+
+    @functools.cached_property
+    def port(self):
+        self.wait(lambda: ADDRESS.search(self.log) or self.process.poll() is not None)
+        said = ADDRESS.search(self.log)
+        assert said, self.log
+        return int(said[1])
 
     @property
     def log(self):
-        return Path(self._output).read_text()
+        return (self._folder / "log").read_text()
+
+    @contextlib.contextmanager
+    def hold(self):
+        """Until its end, or `release`, what the mock engine can be told to hold waits."""
+        (self._folder / "hold").touch()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def release(self):
+        (self._folder / "hold").unlink(missing_ok=True)
 
     def connect(self):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
@@ -139,6 +163,11 @@ class Running:
         assert self.process.poll() is None, self.log
         return self.status() == "ready"
 
+    def everywhere(self, look):
+        """What all API processes say: of so many connections, which the kernel spreads, each finds
+        one of two, so that none is overlooked but once in a thousand million times."""
+        return {look() for _ in range(30)}
+
     def core_pid(self):
         return self.children("octavo.serve.core")[0]
 
@@ -160,30 +189,37 @@ def running(
     engine=None,
     stderr=None,
     jumping_clock=False,
+    held=False,
     **server,
 ):
-    """A server process; killed at the end if it still runs. `stderr` takes its log instead."""
-    port = free_port()
+    """A server process; killed at the end if it still runs.
+
+    `stderr` takes its log instead; `held` holds the mock engine from the start.
+    """
+    folder = tempfile.mkdtemp()
+    if held:
+        Path(folder, "hold").touch()
     settings = {
-        "engine": engine or {},
+        "engine": {"hold_file": f"{folder}/hold", **(engine or {})},
         "tokenizer": tokenizer,
         "jumping_clock": jumping_clock,
-        "server": {"port": port, **server},
+        "server": {"port": 0, **server},
     }
     command = [sys.executable, str(HERE / "mock_server.py"), json.dumps(settings)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
-    with tempfile.NamedTemporaryFile() as output:
+    with open(f"{folder}/log", "wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=stderr or subprocess.STDOUT
         )
-        server_process = Running(process, port, output.name)
-        try:
-            if wait:
-                server_process.wait(server_process.settled, 60)
-            yield server_process
-        finally:
-            process.kill()
-            process.wait()
+    server_process = Running(process, folder)
+    try:
+        if wait:
+            server_process.wait(server_process.settled)
+        yield server_process
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder)
 
 
 def _command(pid):

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mock_server import running
+from mock_server import PATIENCE, running
 
 from octavo.bench import report, workload
 from octavo.bench.load import Outcome, Target, run_load
@@ -211,7 +211,7 @@ def test_every_way_to_fail_is_counted_and_stops_nothing():
     ]
     asked = workload.load().requests(7, vocab=300, text=False)
     with scripted(*answers) as (url, heads):
-        target = Target(url, model="m", api_key="k", extra={"top_k": 1}, timeout=20)
+        target = Target(url, model="m", api_key="k", extra={"top_k": 1}, timeout=PATIENCE)
         outcome = run_load(target, asked, due=None, at_once=1, processes=1)
     errors = [exchange.error for exchange in outcome.exchanges]
     assert [exchange.ok for exchange in outcome.exchanges] == [True] + [False] * 4 + [True] * 2

@@ -6,11 +6,11 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from mock_engine import ByteTokenizer, expected
+from mock_engine import HELD_TOKENS, ByteTokenizer, expected
 from mock_server import PATIENCE, running
 
-LONG = "<|slow|>" + "abcdefgh" * 5
-"""A prompt whose answer takes 20 ms a token."""
+LONG = "<|hold|>" + "abcdefgh" * 5
+"""A prompt whose answer doesn't end while the mock is held."""
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,17 @@ def epoch(body):
 
 
 def started(server, pool, tokens=30):
-    """A slow completion that runs in the background, once it has its first tokens."""
-    before = server.metric("vllm:generation_tokens_total")
+    """A held completion that runs in the background, once it has its first tokens."""
+    server.wait(server.idle)
+    before = made(server)
     future = pool.submit(server.complete, LONG, max_tokens=tokens)
-    server.wait(lambda: server.metric("vllm:generation_tokens_total") > before + 2)
+    server.wait(lambda: made(server) == before + HELD_TOKENS)
     return future
+
+
+def made(server):
+    """Tokens made so far, by the engine's last report."""
+    return server.metric("vllm:generation_tokens_total")
 
 
 def test_nobody_is_an_operator_unless_the_settings_say_so():
@@ -79,41 +85,48 @@ def test_nobody_is_an_operator_unless_the_settings_say_so():
 
 
 def test_keep_freezes_what_runs(srv, pool):
-    run = started(srv, pool)
-    assert srv.good(srv.post("/pause?mode=keep")) == {"status": "paused", "mode": "keep"}
-    made = srv.metric("vllm:generation_tokens_total")
+    with srv.hold():
+        run = started(srv, pool)
+        frozen = made(srv)
+        assert srv.good(srv.post("/pause?mode=keep")) == {"status": "paused", "mode": "keep"}
     late = pool.submit(srv.complete, "abc")
     assert (srv.status(), srv.get("/health/ready")[0]) == ("paused", 503)
     assert srv.get("/health/live")[0] == 200
     assert srv.good(srv.get("/is_paused")) == {"is_paused": True}
     srv.wait(lambda: srv.metric("vllm:num_requests_running") == 2)  # the mock queues nothing
     assert not run.done()
-    assert srv.metric("vllm:generation_tokens_total") == made
+    assert made(srv) == frozen
     refused = srv.post("/reload_weights", {"path": "other"})
     assert (refused[0], "frozen" in refused[2]["error"]["message"]) == (409, True)
     assert srv.good(srv.post("/resume")) == {"status": "resumed"}
-    assert text(run.result(20)) == said(LONG, 30, now(srv))
-    assert text(late.result(20)) == said("abc", 8, now(srv))
+    assert text(run.result(PATIENCE)) == said(LONG, 30, now(srv))
+    assert text(late.result(PATIENCE)) == said("abc", 8, now(srv))
     assert (srv.status(), srv.good(srv.get("/is_paused"))) == ("ready", {"is_paused": False})
 
 
 def test_wait_lets_end_what_runs(srv, pool):
-    run = started(srv, pool)
-    assert srv.post("/pause?mode=wait&clear_cache=false")[0] == 200
+    with srv.hold():
+        run = started(srv, pool)
+        pausing = pool.submit(srv.post, "/pause?mode=wait&clear_cache=false")
+        srv.wait(lambda: srv.status() == "paused")
+        assert not pausing.done()
+    assert pausing.result(PATIENCE)[0] == 200
     assert run.done() or srv.idle()
     late = pool.submit(srv.complete, "abc")
-    assert text(run.result(20)) == said(LONG, 30, now(srv))
+    assert text(run.result(PATIENCE)) == said(LONG, 30, now(srv))
+    srv.wait(lambda: not srv.idle())
     assert not late.done()
     srv.good(srv.post("/resume"))
-    assert text(late.result(20)) == said("abc", 8, now(srv))
+    assert text(late.result(PATIENCE)) == said("abc", 8, now(srv))
 
 
 def test_abort_is_the_default_and_ends_everything(srv, pool):
-    run = started(srv, pool, tokens=2000)
-    assert srv.good(srv.post("/pause"))["mode"] == "abort"
-    status, _, body = run.result(20)
+    with srv.hold():
+        run = started(srv, pool, tokens=2000)
+        assert srv.good(srv.post("/pause"))["mode"] == "abort"
+    status, _, body = run.result(PATIENCE)
     assert (status, body["choices"][0]["finish_reason"]) == (200, "abort")
-    assert 0 < len(body["choices"][0]["text"]) < 2000
+    assert body["usage"]["completion_tokens"] == HELD_TOKENS
     srv.good(srv.post("/pause?mode=keep"))  # another mode may follow
     srv.good(srv.post("/resume"))
     assert text(srv.complete("abc")) == said("abc", 8, now(srv))
@@ -135,7 +148,7 @@ def test_what_an_order_ends_is_no_whole_answer(srv, pool, path):
     asked = pool.submit(srv.post, path, WORDLESS[path])
     srv.wait(lambda: not srv.idle())
     srv.good(srv.post("/pause?mode=abort"))
-    status, headers, body = asked.result(20)
+    status, headers, body = asked.result(PATIENCE)
     assert (status, "operator" in body["error"]["message"]) == (503, True)
     assert headers["retry-after"]
     srv.good(srv.post("/resume"))
@@ -145,11 +158,13 @@ def test_what_an_order_ends_is_no_whole_answer(srv, pool, path):
     ("path", "kind"), [("/v1/messages", "error"), ("/v1/responses", "response.failed")]
 )
 def test_what_an_order_ends_is_no_whole_stream(srv, pool, path, kind):
-    before = srv.metric("vllm:generation_tokens_total")
-    asked = pool.submit(srv.post, path, {**WORDLESS[path], "stream": True})
-    srv.wait(lambda: srv.metric("vllm:generation_tokens_total") > before + 2)
-    srv.good(srv.post("/pause?mode=abort"))
-    status, _, data = asked.result(20)
+    srv.wait(srv.idle)
+    before = made(srv)
+    with srv.hold():
+        asked = pool.submit(srv.post, path, {**WORDLESS[path], "stream": True})
+        srv.wait(lambda: made(srv) == before + HELD_TOKENS)
+        srv.good(srv.post("/pause?mode=abort"))
+    status, _, data = asked.result(PATIENCE)
     last = json.loads(data.split(b"data: ")[-1])
     assert (status, last["type"]) == (200, kind)
     assert "operator" in last.get("response", last)["error"]["message"]
@@ -165,7 +180,7 @@ def test_a_pause_can_be_ended_while_a_drain_waits_for_what_it_holds_back(pool):
         server.wait(lambda: server.status() == "draining")
         assert server.post("/pause")[0] == 503
         server.good(server.post("/resume"))
-        assert text(late.result(20)) == said("abc", 8, 0)
+        assert text(late.result(PATIENCE)) == said("abc", 8, 0)
         assert server.process.wait(PATIENCE) == 0
 
 
@@ -193,15 +208,18 @@ def test_other_weights_are_named_by_every_answer(srv):
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_what_runs_ends_on_the_old_weights(srv, pool, mode):
-    old = now(srv)
-    run = started(srv, pool, tokens=40)
-    change = pool.submit(srv.post, "/reload_weights", {"path": "other", "mode": mode})
-    status, _, body = run.result(20)
+    old, begun = now(srv), srv.log.count(f"reload {mode}")
+    with srv.hold():
+        run = started(srv, pool, tokens=40)
+        change = pool.submit(srv.post, "/reload_weights", {"path": "other", "mode": mode})
+        srv.wait(lambda: srv.log.count(f"reload {mode}") > begun)
+        srv.wait(lambda: run.done() == (mode == "abort"))
+    status, _, body = run.result(PATIENCE)
     assert (status, epoch(body)) == (200, old)
     got = body["choices"][0]
     assert said(LONG, 40, old).startswith(got["text"])
     assert got["finish_reason"] == ("length" if mode == "wait" else "abort")
-    assert change.result(20)[2]["weights_epoch"] == old + 1
+    assert change.result(PATIENCE)[2]["weights_epoch"] == old + 1
     late = srv.good(srv.complete("abc"))
     assert (late["choices"][0]["text"], epoch(late)) == (said("abc", 8, old + 1), old + 1)
 
@@ -209,12 +227,13 @@ def test_what_runs_ends_on_the_old_weights(srv, pool, mode):
 def test_steps_go_on_while_weights_are_read_and_one_thing_is_done_at_a_time(srv, pool):
     old = now(srv)
     begun = srv.log.count("reload wait")
-    change = pool.submit(srv.post, "/reload_weights", {"path": "slow"})
-    srv.wait(lambda: srv.log.count("reload wait") > begun)
-    assert epoch(srv.good(srv.complete("ab"))) == old
-    busy = srv.post("/pause")
+    with srv.hold():
+        change = pool.submit(srv.post, "/reload_weights", {"path": "slow"})
+        srv.wait(lambda: srv.log.count("reload wait") > begun)
+        assert epoch(srv.good(srv.complete("ab"))) == old
+        busy = srv.post("/pause")
     assert (busy[0], busy[2]["error"]["message"]) == (409, "reload is under way")
-    assert change.result(20)[2]["weights_epoch"] == old + 1
+    assert change.result(PATIENCE)[2]["weights_epoch"] == old + 1
 
 
 def test_what_does_not_fit_is_refused(srv):
@@ -240,7 +259,7 @@ def test_restarts_load_what_was_loaded_last():
     with running(admin_endpoints=True) as server:
         server.good(server.post("/reload_weights", {"path": "other"}))
         os.kill(server.core_pid(), signal.SIGKILL)
-        server.wait(lambda: server.status() != "ready")
+        server.wait(lambda: server.metric("octavo:engine_restarts_total") == 1)
         server.wait(server.settled)
         version = server.good(server.get("/version"))
         assert (version["weights_epoch"], version["model"]) == (1, "other")
@@ -254,10 +273,8 @@ def test_restarts_load_what_was_loaded_last():
 
 def test_every_api_process_knows():
     with running(admin_endpoints=True, api_processes=2) as server:
-        # The kernel spreads connections over both; one may be ready before the other.
-        server.wait(lambda: all(server.status() == "ready" for _ in range(12)))
+        server.wait(lambda: server.everywhere(server.status) == {"ready"})
         server.good(server.post("/reload_weights", {"path": "other"}))
         server.good(server.post("/pause"))
-        for _ in range(12):
-            server.wait(lambda: server.status() == "paused")
-            assert server.good(server.get("/version"))["weights_epoch"] == 1
+        server.wait(lambda: server.everywhere(server.status) == {"paused"})
+        server.wait(lambda: server.everywhere(lambda: now(server)) == {1})

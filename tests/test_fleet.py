@@ -21,6 +21,7 @@ from octavo.serve import fleet as fleet_module
 from octavo.serve import worker as worker_module
 from octavo.serve.api import Parts
 from octavo.serve.config import ServerConfig
+from octavo.serve.errors import ApiError
 from octavo.serve.fleet import Fleet, Member
 from octavo.serve.key_limits import KeyLimits
 from octavo.serve.metrics import Recorder, add_up
@@ -43,8 +44,8 @@ def fleet():
 
 
 def all_ready(server):
-    """Whether every one of many connections, which the kernel spreads, finds a ready process."""
-    return all(server.status() == "ready" for _ in range(12))
+    """Whether both processes are there and ready."""
+    return len(server.children(WORKER)) == 2 and server.everywhere(server.status) == {"ready"}
 
 
 def owner(server, connection):
@@ -64,15 +65,21 @@ def owner(server, connection):
 
 
 def two_streams(server):
-    """Streams on different API processes, with their connections and owners."""
-    streams = [start_stream(server, prompt=f"a{i}<|slow|>", max_tokens=50) for i in range(12)]
-    owners = [owner(server, connection) for connection, _ in streams]
-    assert set(owners) == set(server.children(WORKER))
-    other = owners.index(next(pid for pid in owners if pid != owners[0]))
-    for i, stream in enumerate(streams):
-        if i not in (0, other):
-            hang_up(*stream)
-    return [(*streams[i], owners[i]) for i in (0, other)]
+    """Streams that are held on different API processes, with their connections and owners."""
+    server.wait(server.idle)
+    first, *others = [held_stream(server)]
+    while not others or others[-1][2] == first[2]:
+        others.append(held_stream(server))
+    *same, other = others
+    for connection, response, _ in same:
+        hang_up(connection, response)
+    assert {first[2], other[2]} == set(server.children(WORKER))
+    return [first, other]
+
+
+def held_stream(server):
+    connection, response = start_stream(server, max_tokens=50)
+    return connection, response, owner(server, connection)
 
 
 def test_answers_do_not_cross_and_metrics_are_the_sum(fleet):
@@ -97,43 +104,47 @@ def test_answers_do_not_cross_and_metrics_are_the_sum(fleet):
 
 
 def test_admission_is_one_bound_for_all(fleet):
-    streams = two_streams(fleet)
-    fleet.wait(lambda: fleet.metric("vllm:num_requests_running") == 2)
-    assert {fleet.complete("a", n=39, max_tokens=1, temperature=1)[0] for _ in range(6)} == {429}
-    assert {fleet.complete("a", n=38, max_tokens=1, temperature=1)[0] for _ in range(4)} == {200}
-    for connection, response, _ in streams:
-        hang_up(connection, response)
+    with fleet.hold():
+        streams = two_streams(fleet)
+        fleet.wait(lambda: fleet.metric("vllm:num_requests_running") == 2)
+        full = {fleet.complete("a", n=39, max_tokens=1, temperature=1)[0] for _ in range(6)}
+        last = {fleet.complete("a", n=38, max_tokens=1, temperature=1)[0] for _ in range(4)}
+        for connection, response, _ in streams:
+            hang_up(connection, response)
+    assert (full, last) == ({429}, {200})
 
 
 def test_a_killed_api_process_is_replaced_and_its_requests_stop(fleet):
-    (lost, _, victim), (kept, response, _) = two_streams(fleet)
-    before = fleet.metric("vllm:request_generation_tokens_count")
-    os.kill(victim, signal.SIGKILL)
-    assert lost.sock.recv(1 << 20) is not None
-    hang_up(lost)
-    fleet.wait(lambda: fleet.metric("vllm:num_requests_running") <= 1)
+    with fleet.hold():
+        (lost, unread, victim), (kept, response, _) = two_streams(fleet)
+        before = fleet.metric("vllm:request_generation_tokens_count")
+        os.kill(victim, signal.SIGKILL)
+        fleet.wait(lambda: fleet.metric("vllm:num_requests_running") == 1)
+    hang_up(lost, unread)
     rest = response.read()
     assert rest.endswith(b"data: [DONE]\n\n")
     assert b'"finish_reason":"length"' in rest
     kept.close()
-    fleet.wait(lambda: len(fleet.children(WORKER)) == 2)
-    assert victim not in fleet.children(WORKER)
     fleet.wait(lambda: all_ready(fleet))
+    assert victim not in fleet.children(WORKER)
     assert fleet.metric("vllm:request_generation_tokens_count") >= before
 
 
 def test_a_connection_that_waits_on_a_dead_process_is_answered_by_its_successor(fleet):
-    for pid in fleet.children(WORKER):
+    killed = fleet.children(WORKER)
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
+    fleet.wait(lambda: all(map(gone, killed)))
     assert fleet.complete("ab", max_tokens=2)[0] in (200, 503)
-    fleet.wait(lambda: len(fleet.children(WORKER)) == 2 and all_ready(fleet))
+    fleet.wait(lambda: all_ready(fleet))
     assert fleet.good(fleet.complete("ab", max_tokens=2))["choices"][0]["text"] == "ab"
 
 
 def test_a_restarted_engine_serves_every_process(fleet):
     before = fleet.metric("octavo:engine_restarts_total")
-    streams = two_streams(fleet)
-    os.kill(fleet.core_pid(), signal.SIGKILL)
+    with fleet.hold():
+        streams = two_streams(fleet)
+        os.kill(fleet.core_pid(), signal.SIGKILL)
     for connection, response, _ in streams:
         assert b"engine process has ended" in response.read()
         connection.close()
@@ -144,11 +155,13 @@ def test_a_restarted_engine_serves_every_process(fleet):
 def test_the_drain_lets_every_process_finish():
     with running(api_processes=2) as server:
         server.wait(lambda: all_ready(server))
-        streams = two_streams(server)
-        core, workers = server.core_pid(), server.children(WORKER)
-        for pid in workers:  # what a process group's SIGTERM does; the parent's alone counts
-            os.kill(pid, signal.SIGTERM)
-        server.signal()
+        with server.hold():
+            streams = two_streams(server)
+            core, workers = server.core_pid(), server.children(WORKER)
+            for pid in workers:  # what a process group's SIGTERM does; the parent's alone counts
+                os.kill(pid, signal.SIGTERM)
+            server.signal()
+            server.wait(lambda: server.everywhere(server.status) == {"draining"})
         for connection, response, _ in streams:
             assert response.read().endswith(b"data: [DONE]\n\n")
             connection.close()
@@ -160,11 +173,12 @@ def test_a_process_that_has_drained_first_leaves_no_connection_waiting():
     """They go to the one that still drains, which answers them."""
     with running(api_processes=2) as server:
         server.wait(lambda: all_ready(server))
-        stream = start_stream(server)
-        server.signal()
-        server.wait(lambda: len(server.children(WORKER)) == 1)
-        server.wait(lambda: all(server.status() == "draining" for _ in range(12)))
-        hang_up(*stream)
+        with server.hold():
+            stream = start_stream(server)
+            server.signal()
+            server.wait(lambda: len(server.children(WORKER)) == 1)
+            server.wait(lambda: server.everywhere(server.status) == {"draining"})
+            hang_up(*stream)
         assert exit_code(server) == 0
 
 
@@ -173,6 +187,7 @@ def test_everything_ends_with_the_parent(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         with running(api_processes=2) as server:
+            server.wait(lambda: all_ready(server))
             assert len(os.listdir(folder)) == 2
             pids = [server.core_pid(), *server.children(WORKER)]
             server.signal(signal.SIGKILL)
@@ -242,13 +257,11 @@ def test_a_process_may_miss_a_beat_however_short_the_watchdog_is():
 def test_a_sum_that_does_not_come_is_asked_for_anew(monkeypatch):
     monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.01)
     worker, asked = Worker.__new__(Worker), []
-    worker._asked, worker._context = None, SimpleNamespace(measured=lambda: "its own")
+    worker._asked = None
     worker._report = lambda **fields: asked.append(fields)
-
-    async def twice():
-        return [await worker.total(), await worker.total()]
-
-    assert asyncio.run(twice()) == ["its own", "its own"]
+    for _ in range(2):
+        with pytest.raises(ApiError, match="can't be had"):
+            asyncio.run(worker.total())
     assert asked == [{"ask": True}] * 2
 
 
@@ -352,9 +365,12 @@ def statuses(server, who, count):
     return found
 
 
-def hold(server):
-    """Streams of carol's that run, up to her limit, as (connection, response, owner)."""
-    streams = [asked(server, "carol", stream=True, max_tokens=2000) for _ in range(3)]
+HELD = {"prompt": "a<|hold|>", "stream": True, "max_tokens": 50}
+
+
+def fill(server):
+    """Streams of carol's that are held, up to her limit, as (connection, response, owner)."""
+    streams = [asked(server, "carol", **HELD) for _ in range(3)]
     assert [response.status for _, response in streams] == [200] * 3
     return [(*stream, owner(server, stream[0])) for stream in streams]
 
@@ -365,13 +381,14 @@ def test_a_keys_limits_hold_over_all_processes(guarded):
     refilled = int((time.monotonic() - begun) / 20)
     assert 3 <= found[200] <= 3 + refilled
     assert found[429] == 20 - found[200]
-    streams = hold(guarded)
-    assert statuses(guarded, "carol", 20) == {429: 20}
-    assert statuses(guarded, "alice", 4) == {200: 4}
-    hang_up(*streams[0][:2])
-    guarded.wait(lambda: statuses(guarded, "carol", 1) == {200: 1})
-    for connection, response, _ in streams:
-        hang_up(connection, response)
+    with guarded.hold():
+        streams = fill(guarded)
+        assert statuses(guarded, "carol", 20) == {429: 20}
+        assert statuses(guarded, "alice", 4) == {200: 4}
+        hang_up(*streams[0][:2])
+        guarded.wait(lambda: statuses(guarded, "carol", 1) == {200: 1})
+        for connection, response, _ in streams:
+            hang_up(connection, response)
     guarded.wait(lambda: running_of(guarded, "carol") == 0)
 
 
@@ -380,19 +397,19 @@ def running_of(server, who):
 
 
 def test_what_a_killed_process_held_of_a_key_is_given_back(guarded):
-    streams = hold(guarded)
-    victim = streams[0][2]
-    lost = [stream for stream in streams if stream[2] == victim]
-    assert statuses(guarded, "carol", 8) == {429: 8}
-    os.kill(victim, signal.SIGKILL)
-    guarded.wait(lambda: len(guarded.children(WORKER)) == 2 and all_ready(guarded))
-    assert victim not in guarded.children(WORKER)
-    again = [asked(guarded, "carol", stream=True, max_tokens=2000) for _ in lost]
-    assert [response.status for _, response in again] == [200] * len(lost)
-    assert statuses(guarded, "carol", 8) == {429: 8}
-    guarded.wait(lambda: running_of(guarded, "carol") == 3)
-    for connection, response, *_ in streams + again:
-        hang_up(connection, response)
+    with guarded.hold():
+        streams = fill(guarded)
+        victim = streams[0][2]
+        lost = [stream for stream in streams if stream[2] == victim]
+        assert statuses(guarded, "carol", 8) == {429: 8}
+        os.kill(victim, signal.SIGKILL)
+        guarded.wait(lambda: gone(victim) and all_ready(guarded))
+        again = [asked(guarded, "carol", **HELD) for _ in lost]
+        assert [response.status for _, response in again] == [200] * len(lost)
+        assert statuses(guarded, "carol", 8) == {429: 8}
+        guarded.wait(lambda: running_of(guarded, "carol") == 3)
+        for connection, response, *_ in streams + again:
+            hang_up(connection, response)
     guarded.wait(lambda: running_of(guarded, "carol") == 0)
 
 

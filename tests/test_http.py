@@ -228,12 +228,13 @@ def texts(body):
 @pytest.mark.parametrize("behind", [b"JUNK\r\n\r\n", BAD_BODY], ids=["junk", "a bad body"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_what_came_before_junk_is_answered_first(server, behind, at_once):
-    slow, fast = {"prompt": "cd<|slow|>", "max_tokens": 40}, {"prompt": "ef"}
-    good = post(stream=True, **slow) + post(**fast)
-    with connected(server, good + behind if at_once else good) as raw:
+    held, fast = {"prompt": "cd<|hold|>", "max_tokens": 40}, {"prompt": "ef"}
+    good = post(stream=True, **held) + post(**fast)
+    with server.hold(), connected(server, good + behind if at_once else good) as raw:
         if not at_once:
             server.wait(lambda: not server.idle())
             raw.send(behind)
+        server.release()
         status, _, body = raw.answer()
         assert (status, texts(body)[:2], body[-14:]) == (200, "cd", b"data: [DONE]\n\n")
         status, _, body = raw.answer()
@@ -253,11 +254,13 @@ def test_an_endless_head_behind_a_request_is_refused_in_its_turn(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_pipelines_and_leaves_takes_all_its_samples_with_it(server, stream):
-    before = server.metric("octavo:client_disconnects_total")
-    long = post(prompt="ab<|slow|>", max_tokens=1900, stream=stream)
-    with connected(server, long * 3):
-        server.wait(lambda: not server.idle())
     server.wait(server.idle)
+    before = server.metric("octavo:client_disconnects_total")
+    long = post(prompt="ab<|hold|>", max_tokens=1900, stream=stream)
+    with server.hold():
+        with connected(server, long * 3):
+            server.wait(lambda: not server.idle())
+        server.wait(server.idle)
     server.wait(lambda: server.metric("octavo:client_disconnects_total") == before + 1)
 
 
@@ -323,7 +326,7 @@ TRICKLES = {
 }
 
 
-def test_who_sends_too_slowly_is_cut_off():
+def test_who_sends_too_slowly_is_cut_off_but_not_who_rests():
     """All at once, with seconds to spare for a busy machine."""
     ended = threading.Event()
 
@@ -335,6 +338,8 @@ def test_who_sends_too_slowly_is_cut_off():
         running(receive_seconds=5.0, max_body_bytes=BODY_LIMIT) as server,
         contextlib.ExitStack() as stack,
     ):
+        rests = stack.enter_context(connected(server))
+        assert rests.stays_open()
         open_ = {}
         for name, (sent, *piece, status) in {**STALLED, **TRICKLES}.items():
             raw = stack.enter_context(connected(server, sent))
@@ -348,4 +353,5 @@ def test_who_sends_too_slowly_is_cut_off():
                 assert raw.rest() == b""
         finally:
             ended.set()
+        assert rests.stays_open()
         assert server.status() == "ready"

@@ -12,7 +12,7 @@ import chat_cases
 import openai
 import pytest
 from blackbox import KIT, run_kit
-from ports import free_port
+from mock_server import ADDRESS
 
 pytestmark = pytest.mark.smollm2
 
@@ -26,21 +26,19 @@ START_SECONDS = 600
 @pytest.fixture(scope="session")
 def base_url(tmp_path_factory):
     """A started server's /v1 URL."""
-    port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--model={MODEL}"]
-    command.append(f"--port={port}")
+    command = [sys.executable, "-m", "octavo.serve.cli", "serve", f"--model={MODEL}", "--port=0"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ)
         )
     try:
         end = time.monotonic() + START_SECONDS
-        while not _ready(port):
+        while not (said := ADDRESS.search(log.read_text())) or not _ready(said[1]):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield f"http://127.0.0.1:{said[1]}/v1"
         process.terminate()
         assert process.wait(60) == 0
     finally:

@@ -31,7 +31,7 @@ def hang_up(*things):
 def start_stream(server, **fields):
     """A connection on which a stream of the mock has begun."""
     connection = server.connect()
-    body = {"prompt": "a<|slow|>", "max_tokens": 2000, "temperature": 0, "stream": True, **fields}
+    body = {"prompt": "a<|hold|>", "max_tokens": 2000, "temperature": 0, "stream": True, **fields}
     connection.request("POST", "/v1/completions", json.dumps(body))
     response = connection.getresponse()
     assert response.readline().startswith(b"data: ")
@@ -39,7 +39,7 @@ def start_stream(server, **fields):
 
 
 def test_loading_draining_and_exit_without_heavy_modules():
-    with running(wait=False, engine={"load_seconds": 1}) as server:
+    with running(wait=False, held=True) as server:
         server.wait(lambda: server.status() != "closed")
         assert server.get("/health")[0] == 503
         assert server.get("/health/live")[0] == 200
@@ -47,12 +47,14 @@ def test_loading_draining_and_exit_without_heavy_modules():
         assert status == 503
         assert headers["retry-after"]
         assert body["error"]["message"] == "the model is loading"
+        server.release()
         server.wait(lambda: server.status() == "ready")
-        connection, response = start_stream(server, max_tokens=60)
-        server.signal()
-        server.wait(lambda: server.status() == "draining")
-        assert server.complete("a")[0] == 503
-        assert server.get("/health/live")[0] == 200
+        with server.hold():
+            connection, response = start_stream(server, max_tokens=60)
+            server.signal()
+            server.wait(lambda: server.status() == "draining")
+            assert server.complete("a")[0] == 503
+            assert server.get("/health/live")[0] == 200
         rest = response.read()
         connection.close()
         assert b'"finish_reason":"length"' in rest
@@ -65,20 +67,20 @@ def test_loading_draining_and_exit_without_heavy_modules():
 
 
 def test_the_drain_has_a_deadline():
-    with running(drain_seconds=0.3) as server:
+    with running(drain_seconds=0.3) as server, server.hold():
         core = server.core_pid()
         connection, response = start_stream(server)
         server.signal()
         rest = response.read()
         connection.close()
         assert b"shutting down" in rest
-        assert "1 samples still ran at the drain's deadline" in server.log
         assert exit_code(server) == 0
+        assert "1 samples still ran at the drain's deadline" in server.log
         assert gone(core)
 
 
 def test_a_second_interrupt_ends_at_once():
-    with running() as server:
+    with running() as server, server.hold():
         core = server.core_pid()
         stream = start_stream(server)
         server.signal(signal.SIGINT)
@@ -99,7 +101,7 @@ def test_the_core_ends_when_its_parent_is_killed():
 
 
 def test_without_restarts_the_server_ends_with_its_core():
-    with running(max_engine_restarts=0) as server:
+    with running(max_engine_restarts=0) as server, server.hold():
         connection, response = start_stream(server)
         os.kill(server.core_pid(), signal.SIGKILL)
         rest = response.read()
@@ -201,29 +203,35 @@ def shared():
     engine = {"max_waiting": 60, "generation": {"temperature": 0.7, "top_k": 3, "max_tokens": 40}}
     with running(engine=engine) as server:
         yield server
-        assert server.idle()
+        server.wait(server.idle)
 
 
 def test_hang_ups_abort_in_the_engine(shared):
-    hang_up(*start_stream(shared))
-    connection = shared.connect()
-    body = {"prompt": "a<|slow|>", "max_tokens": 2000, "temperature": 0, "n": 3}
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    shared.wait(lambda: not shared.idle())
-    connection.close()
     shared.wait(shared.idle)
-    assert shared.metric("octavo:client_disconnects_total") == 2
+    before = shared.metric("octavo:client_disconnects_total")
+    with shared.hold():
+        hang_up(*start_stream(shared))
+        shared.wait(shared.idle)
+        connection = shared.connect()
+        body = {"prompt": "a<|hold|>", "max_tokens": 2000, "temperature": 0, "n": 3}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        shared.wait(lambda: not shared.idle())
+        connection.close()
+        shared.wait(shared.idle)
+    shared.wait(lambda: shared.metric("octavo:client_disconnects_total") == before + 2)
 
 
 def test_a_full_queue_is_429_with_retry_after(shared):
-    stream = start_stream(shared)
-    status, headers, body = shared.complete("a", n=60, temperature=1)
-    assert status == 429
-    assert int(headers["retry-after"]) >= 1
-    assert body["error"]["code"] == "rate_limit_exceeded"
-    assert shared.complete("a", n=59, temperature=1)[0] == 200
-    hang_up(*stream)
     shared.wait(shared.idle)
+    with shared.hold():
+        stream = start_stream(shared)
+        status, headers, body = shared.complete("a", n=60, temperature=1)
+        assert status == 429
+        assert int(headers["retry-after"]) >= 1
+        assert body["error"]["code"] == "rate_limit_exceeded"
+        assert shared.complete("a", n=59, temperature=1)[0] == 200
+        hang_up(*stream)
+        shared.wait(shared.idle)
 
 
 def test_the_models_own_sampling_defaults_apply(shared):

@@ -11,7 +11,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_engine import UNSPEAKABLE, ByteTokenizer
-from mock_server import running
+from mock_server import PATIENCE, running
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve import client as client_module
@@ -94,7 +94,7 @@ async def streamed(groups, ready=None, **fields):
         wire.put(*group)
         for _ in range(4):
             await asyncio.sleep(0)
-    (ended,) = await asyncio.gather(asyncio.wait_for(following, 5), return_exceptions=True)
+    (ended,) = await asyncio.gather(asyncio.wait_for(following, PATIENCE), return_exceptions=True)
     reader.cancel()
     sent = [msgspec.msgpack.decode(one, type=ToCore) for one in wire.sent]
     aborted = [i for message in sent if isinstance(message, Abort) for i in message.request_ids]
@@ -231,10 +231,10 @@ def test_a_bug_in_handing_news_out_fails_what_is_open_and_nothing_later(monkeypa
         broken = client.submit([Request("r0", (97,), SamplingParams())])
         wire.put(TokenEvent("r0", (98,)))
         with pytest.raises(ApiError, match="ZeroDivisionError"):
-            await asyncio.wait_for(broken.next(), 5)
+            await asyncio.wait_for(broken.next(), PATIENCE)
         whole = client.submit([Request("r1", (97,), SamplingParams())])
         wire.put(TokenEvent("r1", (98,)))
-        events = await asyncio.wait_for(whole.next(), 5)
+        events = await asyncio.wait_for(whole.next(), PATIENCE)
         reader.cancel()
         return events
 
@@ -273,7 +273,7 @@ def chunks(data):
 
 def test_pipelined_streams_come_whole_and_in_order(server):
     sent = post(prompt="ab") + post(prompt="cd<|slow|>") + post(prompt="ef")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as raw:
         raw.sendall(sent)
         data = b""
         while data.count(b"data: [DONE]\n\n\r\n0\r\n\r\n") < 3:
@@ -293,29 +293,31 @@ def test_one_event_a_token(server):
     assert [e["choices"][0]["text"] for e in events[:-1]] == list("ab" * 20)
 
 
-SLOW = [{"role": "user", "content": "a<|slow|>"}]
+HELD = [{"role": "user", "content": "a<|hold|>"}]
 LONG = {
-    "/v1/completions": {"prompt": "a<|slow|>", "max_tokens": 1900},
-    "/v1/chat/completions": {"messages": SLOW, "max_tokens": 1900},
-    "/v1/messages": {"messages": SLOW, "max_tokens": 1900},
-    "/v1/responses": {"input": SLOW, "max_output_tokens": 1900},
+    "/v1/completions": {"prompt": "a<|hold|>", "max_tokens": 1900},
+    "/v1/chat/completions": {"messages": HELD, "max_tokens": 1900},
+    "/v1/messages": {"messages": HELD, "max_tokens": 1900},
+    "/v1/responses": {"input": HELD, "max_output_tokens": 1900},
 }
 
 
 @pytest.mark.parametrize("moment", ["before a byte", "in the middle", "half closed"])
 @pytest.mark.parametrize("path", LONG)
 def test_a_client_that_leaves_takes_its_samples_with_it(server, path, moment):
+    server.wait(server.idle)
     before = server.metric("octavo:client_disconnects_total")
     body = json.dumps({**LONG[path], "stream": True}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
-        raw.sendall(head + body)
-        server.wait(lambda: not server.idle())
-        if moment != "before a byte":
-            assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
-        if moment == "half closed":
-            raw.shutdown(socket.SHUT_WR)
-            server.wait(server.idle)
-    server.wait(lambda: server.metric("octavo:client_disconnects_total") == before + 1)
-    server.wait(server.idle)
+    with server.hold():
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as raw:
+            raw.sendall(head + body)
+            server.wait(lambda: not server.idle())
+            if moment != "before a byte":
+                assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            if moment == "half closed":
+                raw.shutdown(socket.SHUT_WR)
+                server.wait(server.idle)
+        server.wait(lambda: server.metric("octavo:client_disconnects_total") == before + 1)
+        server.wait(server.idle)
     assert server.metric("vllm:num_requests_waiting") == 0

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
-from mock_server import running
+from mock_server import PATIENCE, running
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -151,7 +151,7 @@ def test_spans_reach_a_collector_before_the_server_ends(monkeypatch):
         body = {"prompt": "abc", "temperature": 0, "max_tokens": 3}
         assert server.post("/v1/completions", body, traceparent=TRACEPARENT)[0] == 200
         server.signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0
     collector.shutdown()
     collector.server_close()
     thread.join()
