@@ -361,7 +361,14 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
     files = {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    return templates | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return templates | {name: _read_text(path) for name, path in files.items()}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8: {error.reason}") from error
 
 
 def _named_template(entry: Any, folder: Path) -> tuple[str, str]:

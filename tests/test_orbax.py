@@ -135,6 +135,10 @@ def test_incomplete_and_foreign_folders_are_refused(source, tmp_path):
     marker.write_text(json.dumps(described | {"format": 99}))
     with pytest.raises(CheckpointError, match="format"):
         restore(tmp_path / "orbax")
+    for name in ("dtype", "kv_replicas", "eos_ids", "generation"):
+        marker.write_text(json.dumps(described | {name: None}))
+        with pytest.raises(CheckpointError, match=rf"{MARKER}: {name} is None"):
+            restore(tmp_path / "orbax")
     marker.unlink()
     with pytest.raises(CheckpointError, match=MARKER):
         load_checkpoint(tmp_path / "orbax")

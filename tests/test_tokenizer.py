@@ -345,6 +345,9 @@ def test_templates_of_a_folder(tmp_path):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.render_chat(chat) == "J"
     assert tokenizer.render_chat(chat, template="rag") == "R"
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not UTF-8"):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("entry", [1, {"name": "default"}, {"name": "default", "template": 5}])

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from octavo.model.checkpoint.companions import copy_companions, hf_config, write_json
 from octavo.model.checkpoint.hf import read_json
 from octavo.model.checkpoint.source import Checkpoint, CheckpointError
-from octavo.model.config import ModelConfig
 from octavo.model.families import config_from_hf, family_of
 from octavo.model.params import is_spec
 from octavo.model.sharding import sharding_tree
@@ -21,6 +20,7 @@ from octavo.model.sharding import sharding_tree
 MARKER = "octavo.json"
 WEIGHTS = "weights"
 FORMAT = 1
+_FIELDS = {"dtype": str, "kv_replicas": int, "eos_ids": list, "generation": dict}
 
 
 def save(checkpoint: Checkpoint, path: str | Path) -> None:
@@ -62,11 +62,13 @@ def restore(path: str | Path, mesh: Mesh | None = None) -> Checkpoint:
         raise CheckpointError(
             f"{folder / MARKER}: format {described.get('format')!r}, not {FORMAT}"
         )
-    config = _config(folder, described)
+    _check_marker(folder / MARKER, described)
+    config = config_from_hf(read_json(folder / "config.json"))
+    config = config.with_dtype(described["dtype"]).with_kv_replicas(described["kv_replicas"])
     specs = family_of(config).abstract_params(config)
     params = _restore_weights(folder.resolve() / WEIGHTS, _abstract(specs, mesh))
-    eos_ids = tuple(described.get("eos_ids", ()))
-    return Checkpoint(config, params, eos_ids, described.get("generation", {}), folder, "orbax")
+    eos_ids = tuple(described["eos_ids"])
+    return Checkpoint(config, params, eos_ids, described["generation"], folder, "orbax")
 
 
 def new_folder(path: Path) -> Path:
@@ -82,12 +84,11 @@ def require_free(path: Path) -> None:
         raise CheckpointError(f"{path} exists and is not an empty folder")
 
 
-def _config(folder: Path, described: dict[str, Any]) -> ModelConfig:
-    config = config_from_hf(read_json(folder / "config.json"))
-    try:
-        return config.with_dtype(described["dtype"]).with_kv_replicas(described["kv_replicas"])
-    except KeyError as error:
-        raise CheckpointError(f"{folder / MARKER} has no {error}") from None
+def _check_marker(path: Path, described: dict[str, Any]) -> None:
+    for name, kind in _FIELDS.items():
+        value = described.get(name)
+        if not isinstance(value, kind):
+            raise CheckpointError(f"{path}: {name} is {value!r:.80}, not a {kind.__name__}")
 
 
 def _abstract(specs: Any, mesh: Mesh | None) -> Any:
