@@ -42,8 +42,9 @@ def chat_body(body: MessagesBody) -> ChatBody:
     A final assistant message is the start of the answer, which goes on behind it.
     """
     messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+    system = "" if body.system is None else _text(body.system, "system")
+    if system:
+        messages.append({"role": "system", "content": system})
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}]")
     choice, parallel = _choice(body.tool_choice)
@@ -127,14 +128,20 @@ def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     texts: list[str] = []
     for i, block in enumerate(blocks):
         if _kind(block) == "tool_result":
-            text = _text(block.get("content") or "", f"{where}[{i}].content")
-            if block.get("is_error"):
-                text = f"error: {text}"
-            call_id = _string(block, "tool_use_id", f"{where}[{i}]")
-            out.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            out.append(_result(block, f"{where}[{i}]"))
         else:
             texts.append(_text([block], where, i))
     return [*out, {"role": "user", "content": "\n".join(texts)}] if texts or not out else out
+
+
+def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    content, failed = block.get("content"), block.get("is_error")
+    text = "" if content is None else _text(content, f"{where}.content")
+    if not isinstance(failed, bool | None):
+        raise _wrong(f"{where}.is_error", f"must be true or false, not {shown(failed)}")
+    call_id = _string(block, "tool_use_id", where)
+    text = f"error: {text}" if failed else text
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
