@@ -104,10 +104,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-    calls, older = message.get("tool_calls"), message.get("function_call")
+    calls = _calls(message, where)
     out: dict[str, Any] = {"role": _SAID_AS.get(role, role)}
     content = message.get("content")
-    if content is None and not (role == "assistant" and (calls or older)):
+    if content is None and not (role == "assistant" and calls):
         raise _wrong(f"{where}.content", f"is required of the role {shown(role)}")
     out["content"] = None if content is None else _content(content, f"{where}.content")
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -116,10 +116,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
                 raise _wrong(f"{where}.{name}", f"must be a string, not {shown(message[name])}")
             out[name] = message[name]
     if calls:
-        out["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
-    elif older:
-        function = _function(older, f"{where}.function_call")
-        out["tool_calls"] = [{"type": "function", "function": function}]
+        out["tool_calls"] = calls
     return out
 
 
@@ -139,25 +136,33 @@ def _content(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """History's tool calls; arguments become objects, which is what templates iterate over."""
-    if not isinstance(calls, list):
-        raise _wrong(where, f"must be a list, not {shown(calls)}")
+def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """A message's calls, also one in the older form, as `tool_calls`."""
+    calls, older = message.get("tool_calls"), message.get("function_call")
+    if calls is not None and not isinstance(calls, list):
+        raise _wrong(f"{where}.tool_calls", f"must be a list, not {shown(calls)}")
     out: list[dict[str, Any]] = []
-    for i, call in enumerate(calls):
+    for i, call in enumerate(calls or ()):
         function = call.get("function") if isinstance(call, dict) else None
-        function = _function(function, f"{where}[{i}].function")
+        function = _function(function, f"{where}.tool_calls[{i}].function")
         out.append({**call, "type": "function", "function": function})
+    if not out and older is not None:
+        function = _function(older, f"{where}.function_call")
+        out.append({"type": "function", "function": function})
     return out
 
 
 def _function(function: Any, where: str) -> dict[str, Any]:
+    """A call's name and arguments, these as an object, which is what templates iterate over."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _wrong(where, f"must be an object with a name, not {shown(function)}")
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None):
+        what = f"must be JSON text or an object, not {shown(arguments)}"
+        raise _wrong(f"{where}.arguments", what)
+    if not isinstance(arguments, dict):
         try:
-            arguments = strict_json(arguments)
+            arguments = strict_json(arguments or "{}")
         except (ValueError, RecursionError):
             raise _wrong(f"{where}.arguments", f"must be JSON, not {shown(arguments)}") from None
     return {**function, "arguments": arguments}

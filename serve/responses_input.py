@@ -81,7 +81,7 @@ class _History:
         if parts is None and item.get("encrypted_content") is not None:
             what = "can't be read here: send the item with its content, or leave it out"
             raise _wrong(f"{where}.encrypted_content", what)
-        text = _text(parts or [], f"{where}.content", {"reasoning_text": "text"})
+        text = "" if parts is None else _text(parts, f"{where}.content", {"reasoning_text": "text"})
         self._end_turn()
         if text:  # a summary is for people to read
             self._open_turn()["reasoning_content"] = text

@@ -38,6 +38,10 @@ def content(body, i=0):
     return body["choices"][i]["message"]["content"]
 
 
+def calling(calls):
+    return {"role": "assistant", "content": "x", "tool_calls": calls}
+
+
 # Completions -------------------------------------------------------------------------------------
 
 
@@ -406,6 +410,12 @@ def test_invalid_completions_are_400_naming_the_field(srv, fields, param):
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0]",
+        ),
+        ({"messages": [calling(0)]}, "messages[0].tool_calls"),
+        ({"messages": [calling([{"function": "f"}])]}, "messages[0].tool_calls[0].function"),
+        (
+            {"messages": [calling([{"function": {"name": "f", "arguments": 0}}])]},
+            "messages[0].tool_calls[0].function.arguments",
         ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
