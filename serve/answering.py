@@ -11,10 +11,11 @@ from octavo.sampling.params import SamplingParams
 from octavo.sampling.shown import shown
 from octavo.serve import errors
 from octavo.serve import types as engine
-from octavo.serve.client import Call
+from octavo.serve.call import Call
+from octavo.serve.choice import Wanted
 from octavo.serve.context import ServerContext, check_length, check_vocabulary
 from octavo.serve.errors import ApiError, ClientGone
-from octavo.serve.generation import Generation, Wanted
+from octavo.serve.generation import Generation
 from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import ChatBody, CompletionBody, sampling_params
 from octavo.serve.wire import Ready
@@ -90,7 +91,7 @@ async def answer(
     job: Generation, context: ServerContext, request: Request, *, stream: bool
 ) -> Response:
     """Run the samples of `job` and answer, as one JSON object or as a stream."""
-    call = job.start()
+    call = job.start(whole=not stream)
     guard = Guard(request, call, context)
     try:
         if stream:

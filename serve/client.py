@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,9 +16,10 @@ import zmq
 import zmq.asyncio
 
 from octavo.serve import errors
+from octavo.serve.call import Call, StartOver
 from octavo.serve.errors import ApiError
 from octavo.serve.supervisor import Silence, connect
-from octavo.serve.types import EngineStats, Request, TokenEvent
+from octavo.serve.types import EngineStats, Request
 from octavo.serve.wire import (
     Abort,
     Control,
@@ -34,130 +35,19 @@ from octavo.serve.wire import (
     add,
 )
 
-MAX_UNREAD_TOKENS = 8192
-"""Tokens of a sample that may wait for a client which doesn't read."""
-
-TAKE_EVENTS = 512
-"""Events that a reader gets at once: a few milliseconds of work, then it is the others' turn."""
-
 EVENTS_A_TURN = 1024
 """Events taken from the engine before whatever else this process has to do gets its turn."""
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 5, 600
 """Bounds of Retry-After: loading takes seconds, a breaker is open for minutes."""
 
-type Taker = Callable[[list[TokenEvent]], list[TokenEvent] | None]
-"""Takes events as they arrive. None: all taken, on with the next; else those that are left."""
-
 log = logging.getLogger("octavo.client")
-
-
-class Call:
-    """The samples of one HTTP request: their events in order, from one place.
-
-    Attributes:
-        requests: what was asked, to be sent again after a restart.
-        open: ids of the samples that have not ended.
-        begun: the engine has sent news of it, so it can't be started anew unseen.
-        epoch: of the weights that answer it; known once it has begun.
-        retried: it was sent again once already.
-    """
-
-    __slots__ = (
-        "_client",
-        "_error",
-        "_events",
-        "_room",
-        "_taker",
-        "_waiter",
-        "begun",
-        "epoch",
-        "open",
-        "requests",
-        "retried",
-    )
-
-    def __init__(self, client: "EngineClient", requests: Sequence[Request]) -> None:
-        self._client = client
-        self._error: Exception | None = None
-        self._events: list[TokenEvent] = []
-        self._room = MAX_UNREAD_TOKENS * len(requests)
-        self._taker: Taker | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.requests = tuple(requests)
-        self.open = {request.request_id for request in requests}
-        self.begun = False
-        self.epoch = 0
-        self.retried = False
-
-    async def next(self, taker: Taker | None = None) -> list[TokenEvent]:
-        """The oldest events not taken yet, 1 .. TAKE_EVENTS; raises what `fail` was given.
-
-        With a taker, events that arrive while this waits go to it, which saves waking a task for
-        each token, until it leaves some or none. What it raises, this raises.
-        """
-        if len(self._events) > TAKE_EVENTS:  # a reader that was held up must not hold up others
-            await asyncio.sleep(0)
-        if not self._events and self._error is None:
-            self._taker = taker
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._taker = self._waiter = None
-        if self._error is not None:
-            raise self._error
-        events, self._events = self._events[:TAKE_EVENTS], self._events[TAKE_EVENTS:]
-        return events
-
-    def put(self, event: TokenEvent) -> None:
-        """Append an event; the reader wakes the call once a message."""
-        self.begun = True
-        self._events.append(event)
-        if event.finish_reason is not None:
-            self.open.discard(event.request_id)
-        elif len(self._events) > self._room:
-            self.fail(errors.reads_too_slowly(self._room))
-
-    def wake(self) -> None:
-        """Hand the events to the taker, or let `next` return."""
-        if self._waiter is None or self._waiter.done():
-            return
-        if self._taker is not None and self._events:
-            events, self._events = self._events, []
-            try:
-                left = self._taker(events)
-            except Exception as error:
-                self.fail(error)
-                return
-            if left is None:
-                return
-            self._events = left
-        self._waiter.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """End the call: what still runs is aborted and `next` raises `error` at once."""
-        self._events.clear()
-        self._error = error
-        self.close()
-        self.wake()
-
-    def finish(self, request_id: str) -> None:
-        """Abort one sample that a stop string has ended."""
-        self.open.discard(request_id)
-        self._client.abort([request_id])
-
-    def close(self) -> None:
-        """Abort whatever still runs."""
-        if self.open:
-            self._client.abort(list(self.open))
-            self.open.clear()
 
 
 class EngineClient:
     """The connection of one API process to the core, through all of the core's lives.
 
-    After a restart, calls of which the engine had sent nothing are sent again, once; the others
+    After a restart, calls of which nothing has reached a client are sent again, once; the others
     fail.
 
     Attributes:
@@ -215,9 +105,8 @@ class EngineClient:
             if not asked.done():
                 asked.set_exception(errors.internal(news.reason))
         for call in self._open_calls():
-            if news.phase == "failed" or call.begun or call.retried:
+            if news.phase == "failed" or not call.start_over():
                 call.fail(errors.internal(news.reason))
-            call.retried = True
 
     def disconnect(self) -> None:
         """Drop the connection; the calls stay."""
@@ -228,9 +117,13 @@ class EngineClient:
             self._socket.close()
         self._socket = self._reader = None
 
-    def submit(self, requests: Sequence[Request]) -> Call:
-        """Send the samples of one call; refusals arrive through `Call.next`."""
-        call = Call(self, requests)
+    def submit(self, requests: Sequence[Request], start_over: StartOver | None = None) -> Call:
+        """Send the samples of one call; refusals arrive through `Call.next`.
+
+        With `start_over`, nothing of the call reaches its client before its end, so after a restart
+        it is sent again also if the engine has begun it.
+        """
+        call = Call(self.abort, requests, start_over)
         call.epoch = self.state.weights_epoch
         if self.closing or not self.up:
             call.open.clear()
@@ -353,7 +246,7 @@ class EngineClient:
             if event.finish_reason is not None:
                 del self._calls[event.request_id]
             if not call.begun:
-                call.epoch = self.state.weights_epoch
+                call.begin(self.state.weights_epoch)
             call.put(event)
             touched[call] = None
 

@@ -1,14 +1,15 @@
 """One generating HTTP request: its samples, from engine events to answer objects or SSE bytes."""
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from octavo.serve import errors, objects
-from octavo.serve.client import Call, EngineClient
+from octavo.serve.call import Call
+from octavo.serve.choice import Choice, Wanted
+from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.echo import echo_tokens
 from octavo.serve.errors import ApiError
@@ -16,55 +17,9 @@ from octavo.serve.http_answers import DirectWriter
 from octavo.serve.metrics import Recorder
 from octavo.serve.output import Delta, SampleOutput, TokenText
 from octavo.serve.prompts import Prompt
-from octavo.serve.structured import Structured, failure
-from octavo.serve.thinking import Thinking
-from octavo.serve.timing import SampleTimes, Visit
+from octavo.serve.structured import failure
+from octavo.serve.timing import Visit
 from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, Request, TokenEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What an answer reports.
-
-    Attributes:
-        chat: chat format; else completions format.
-        logprobs: alternatives a token, None for no log-probabilities.
-        prompt_logprobs: alternatives a prompt token in the extension field, None for none.
-        echo: completions repeat the prompt before the text.
-        token_ids: report token ids beside the text.
-        usage: a stream ends with a usage event.
-        timing: usage says where the time went.
-        shown: special tokens that are spelled out whatever skip_special_tokens says.
-        structured: what the text must be, if anything.
-        thinking: a bound for its reasoning, if any.
-    """
-
-    chat: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool = False
-    token_ids: bool = False
-    usage: bool = False
-    timing: bool = False
-    shown: frozenset[int] = frozenset()
-    structured: Structured | None = None
-    thinking: Thinking | None = None
-
-
-@dataclass(slots=True)
-class Choice:
-    """One sample of one prompt."""
-
-    index: int
-    prompt: Prompt
-    request: Request
-    sample: SampleOutput
-    times: SampleTimes
-    parts: list[str] = field(default_factory=list)
-    tokens: list[TokenText] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    echoed: tuple[str, list[TokenText]] | None = None
 
 
 class Generation:
@@ -101,28 +56,43 @@ class Generation:
 
     def add(self, prompt: Prompt, request: Request) -> None:
         """One more sample; index is the order of adding."""
-        track = self._wanted.logprobs is not None or self._wanted.token_ids
-        sample = SampleOutput(
-            request.params,
-            self._table,
-            track=track,
-            eos_ids=request.eos_ids,
-            shown=self._wanted.shown,
-        )
         times = self._visit.sample(len(prompt.ids))
+        sample = self._sample(request)
         choice = Choice(len(self.choices), prompt, request, sample, times)
         self.choices.append(choice)
 
-    def start(self) -> Call:
-        """Submit. Samples that want no token and no prompt log-probabilities end here."""
+    def _sample(self, request: Request) -> SampleOutput:
+        return SampleOutput(
+            request.params,
+            self._table,
+            track=self._wanted.logprobs is not None or self._wanted.token_ids,
+            eos_ids=request.eos_ids,
+            shown=self._wanted.shown,
+        )
+
+    def start(self, *, whole: bool = False) -> Call:
+        """Submit. Samples that want no token and no prompt log-probabilities end here.
+
+        A whole answer, one that `collect` makes, may be begun anew by another engine.
+        """
         for choice in self.choices:
             params = choice.request.params
             if params.max_tokens == 0 and params.prompt_logprobs is None:
                 choice.finish_reason = choice.times.finish_reason = FINISH_LENGTH
             else:
                 self._running[choice.request.request_id] = choice
-        self.call = self._client.submit([c.request for c in self._running.values()])
+        requests = [choice.request for choice in self._running.values()]
+        self.call = self._client.submit(requests, self._start_over if whole else None)
         return self.call
+
+    def _start_over(self, request_ids: Collection[str]) -> None:
+        for choice in self._running.values():
+            if choice.request.request_id in request_ids:
+                self._forget(choice)
+
+    def _forget(self, choice: Choice) -> None:
+        """Be as before the first news of a choice."""
+        choice.start_over(self._sample(choice.request))
 
     async def collect(self) -> None:
         """Run to the end, filling the choices; ApiError when a sample fails."""

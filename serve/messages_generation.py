@@ -10,8 +10,8 @@ from octavo.serve.answer_parser import (
     ContentDelta,
     ReasoningDelta,
 )
+from octavo.serve.choice import Choice
 from octavo.serve.errors import ApiError
-from octavo.serve.generation import Choice
 from octavo.serve.objects import event
 from octavo.serve.output import Delta
 from octavo.serve.split_generation import SplitGeneration

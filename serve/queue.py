@@ -28,7 +28,8 @@ class WaitingQueue:
     """Requests without a row, lowest rank first, beside those that are held back for now.
 
     The bounds hold for newcomers, held ones included; a preempted request always finds its place
-    again, and a request is never refused for its tokens or its wait when nobody else waits.
+    again, so does one that an engine before this one has let in, and a request is never refused
+    for its tokens or its wait when nobody else waits.
 
     Attributes:
         tokens: prompt tokens of those who wait.

@@ -5,10 +5,10 @@ from typing import Any
 
 from octavo.serve import errors, objects
 from octavo.serve.chat_formats import AnswerPlan
+from octavo.serve.choice import Choice, Wanted
 from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
-from octavo.serve.generation import Choice, Wanted
 from octavo.serve.metrics import Recorder
 from octavo.serve.objects import Identity
 from octavo.serve.output import Delta, TokenText
@@ -34,8 +34,15 @@ class ResponsesGeneration(SplitGeneration):
     ) -> None:
         super().__init__(client, recorder, table, identity, wanted, visit, plan)
         self._echoed = echoed
+        self._begin()
+
+    def _begin(self) -> None:
         self._writer = EventWriter()
         self._output = OutputItems(self._writer, self._shown)
+
+    def _forget(self, choice: Choice) -> None:
+        super()._forget(choice)
+        self._begin()
 
     def _shown(self, tokens: list[TokenText]) -> list[dict[str, Any]]:
         """What is said of tokens in the form of a chat's log-probabilities."""

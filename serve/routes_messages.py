@@ -8,8 +8,8 @@ from octavo.serve.answering import add_samples, answer
 from octavo.serve.bodies import parse_body, take
 from octavo.serve.chat_formats import PLAIN
 from octavo.serve.chat_plan import plan_chat
+from octavo.serve.choice import Wanted
 from octavo.serve.context import context_of, visit_of
-from octavo.serve.generation import Wanted
 from octavo.serve.messages_generation import MessagesGeneration
 from octavo.serve.messages_protocol import MessagesBody, chat_body
 from octavo.serve.openapi import request_schema

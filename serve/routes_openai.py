@@ -7,8 +7,9 @@ from octavo.serve.answering import add_samples, answer
 from octavo.serve.bodies import parse_body, take
 from octavo.serve.chat_formats import AnswerPlan
 from octavo.serve.chat_plan import plan_chat
+from octavo.serve.choice import Wanted
 from octavo.serve.context import ServerContext, context_of, visit_of
-from octavo.serve.generation import Generation, Wanted
+from octavo.serve.generation import Generation
 from octavo.serve.openapi import request_schema
 from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import ChatBody, CompletionBody, check_combinations

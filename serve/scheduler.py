@@ -102,7 +102,8 @@ class Scheduler:
         refuse_if_impossible(request, self.config, self._rows.pool.total)
         rank = (now + self.config.ageing_seconds * request.priority, self._serial)
         state = RequestState(request, rank, self.config.page_size, now)
-        self._waiting.refuse_if_full(state, self._rows.uncomputed)
+        if not request.readmitted:
+            self._waiting.refuse_if_full(state, self._rows.uncomputed)
         self._serial += 1
         self._states[request.request_id] = state
         if held:

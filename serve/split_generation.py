@@ -12,9 +12,10 @@ from octavo.serve.answer_parser import (
 )
 from octavo.serve.answer_splitter import AnswerSplitter
 from octavo.serve.chat_formats import AnswerPlan
+from octavo.serve.choice import Choice, Wanted
 from octavo.serve.client import EngineClient
 from octavo.serve.detokenize import TokenTable
-from octavo.serve.generation import Choice, Generation, Wanted
+from octavo.serve.generation import Generation
 from octavo.serve.metrics import Recorder
 from octavo.serve.objects import Identity
 from octavo.serve.output import Delta
@@ -62,6 +63,10 @@ class SplitGeneration(Generation):
         """One more sample; index is the order of adding."""
         super().add(prompt, request)
         self._answers.append(SplitAnswer(self._plan.splitter()))
+
+    def _forget(self, choice: Choice) -> None:
+        super()._forget(choice)
+        self._answers[choice.index] = SplitAnswer(self._plan.splitter())
 
     def split(self, choice: Choice, delta: Delta) -> list[AnswerEvent]:
         """The events of a delta. Ends the sample once nothing that follows counts."""

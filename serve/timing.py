@@ -42,6 +42,10 @@ class SampleTimes:
         since, self.last = now - self.last, now
         return since
 
+    def start_over(self) -> None:
+        """Forget its news: they are to come again."""
+        self.first = self.last = 0.0
+
     @property
     def decode(self) -> float:
         """Seconds from the first news to the latest."""

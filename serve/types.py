@@ -90,6 +90,7 @@ class Request:
         grammar: what the text must be; None is anything.
         thinking: a bound for its reasoning, which a text with a grammar has none of.
         pooling: one of config.POOLINGS for an embedding of the prompt (max_tokens is 0), or "".
+        readmitted: it was let in by an engine that has ended since, so no queue is too full for it.
     """
 
     request_id: str
@@ -102,6 +103,7 @@ class Request:
     grammar: Grammar | None = None
     thinking: Thinking | None = None
     pooling: str = ""
+    readmitted: bool = False
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ the id WAITS, and no engine is loaded.
 import json
 import logging
 import os
+import signal
 import struct
 import time
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ from octavo.serve.types import EngineStats, Request, TokenEvent, TokenLogprob
 
 SPECIALS = {"<|bos|>": 256, "<|eos|>": 257, "<|nan|>": 258, "<|boom|>": 259, "<|exit|>": 260}
 SPECIALS |= {"<|slow|>": 261, "<|stall|>": 262, "<|badadd|>": 263, "<|hang|>": 264}
-SPECIALS |= {"<|compile|>": 265, "<|once|>": 266, "<|hold|>": 267}
+SPECIALS |= {"<|compile|>": 265, "<|once|>": 266, "<|hold|>": 267, "<|half|>": 268}
 NAMES = {i: name for name, i in SPECIALS.items()}
-BOS, EOS, NAN, BOOM, EXIT, SLOW, STALL, BADADD, HANG, COMPILE, ONCE, HOLD = SPECIALS.values()
+BOS, EOS, NAN, BOOM, EXIT, SLOW, STALL, BADADD, HANG = list(SPECIALS.values())[:9]
+COMPILE, ONCE, HOLD, HALF = list(SPECIALS.values())[9:]
 VOCAB = 300
 UNSPEAKABLE = 299  # no text: decoding it fails
 WAITS = 298  # no text either: decoding it waits while the file exists
@@ -300,6 +302,9 @@ class MockEngine:
             raise RuntimeError("boom")
         if EXIT in prompt or (ONCE in prompt and self._first_time()):
             os._exit(9)
+        if HALF in prompt and row.made == 3 and self._first_time():
+            time.sleep(0.2)  # what it has made is on its way
+            os.kill(os.getpid(), signal.SIGKILL)
         if HANG in prompt:
             time.sleep(3600)
         if COMPILE in prompt and not row.made:

@@ -1,5 +1,7 @@
 """Bounds of the waiting queue by tokens and by estimated wait, and the step clock's arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,14 @@ def test_waiting_prompt_tokens_are_bounded_but_a_lone_request_always_enters():
     assert (stats.waiting_tokens, stats.refused) == (18, {"count": 0, "tokens": 2, "wait": 0})
     loop.scheduler.abort("b")
     assert loop.scheduler.stats().waiting_tokens == 9
+
+
+def test_who_was_let_in_by_an_engine_that_has_died_is_let_in_again():
+    loop = loop_of(max_waiting=1, max_waiting_tokens=1)
+    loop.add(request("a"))
+    assert "the bound is 1" in str(refusal(loop, request("b")))
+    loop.add(replace(request("c"), readmitted=True))
+    loop.scheduler.check()
 
 
 def busy(**fields):

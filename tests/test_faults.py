@@ -13,9 +13,10 @@ from mock_engine import UNSPEAKABLE
 from mock_server import PATIENCE, running
 from test_server_life import exit_code, start_stream
 
-from octavo.serve import client as client_module
+from octavo.serve import call as call_module
 from octavo.serve import logs
-from octavo.serve.client import TAKE_EVENTS, EngineClient
+from octavo.serve.call import TAKE_EVENTS
+from octavo.serve.client import EngineClient
 from octavo.serve.errors import ApiError
 from octavo.serve.types import Request, TokenEvent
 
@@ -105,7 +106,7 @@ def test_a_backlog_is_answered_in_bites_between_which_others_have_their_turn():
 
 
 def test_an_unread_answer_is_bounded(monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_UNREAD_TOKENS", 10)
+    monkeypatch.setattr(call_module, "MAX_UNREAD_TOKENS", 10)
     aborted = []
     engine = EngineClient(b"api")
     engine.up = True

@@ -263,6 +263,7 @@ OUTCOMES = {
     "broken escape": 404,
     "dots": 404,
     "websocket": 405,
+    "compressed": 415,
     "expects": 100,
 }
 """Statuses other than 400."""

@@ -14,10 +14,11 @@ from mock_engine import EOS, WAITS, ByteTokenizer
 from mock_server import running
 
 from octavo.sampling.params import SamplingParams
-from octavo.serve.client import Call
+from octavo.serve.call import Call
+from octavo.serve.choice import Wanted
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
-from octavo.serve.generation import Generation, Wanted
+from octavo.serve.generation import Generation
 from octavo.serve.metrics import Recorder
 from octavo.serve.objects import Identity
 from octavo.serve.prompts import Prompt
@@ -589,7 +590,7 @@ def test_byte_tokenizer_agrees_with_the_mock():
 
 
 def test_text_that_arrives_together_with_a_failure_is_not_lost():
-    client = SimpleNamespace(submit=lambda requests: Call(client, []))
+    client = SimpleNamespace(submit=lambda requests, start_over: Call(client.abort, []))
     client.abort = lambda ids: None
     identity = Identity("cmpl-1", 0, "mock", "fp")
     table = TokenTable(ByteTokenizer())

@@ -17,11 +17,12 @@ from octavo.sampling.params import SamplingParams
 from octavo.serve import client as client_module
 from octavo.serve import objects
 from octavo.serve.answering import EventStream, Guard
+from octavo.serve.choice import Wanted
 from octavo.serve.client import EngineClient
 from octavo.serve.config import ServerConfig
 from octavo.serve.detokenize import TokenTable
 from octavo.serve.errors import ApiError
-from octavo.serve.generation import Generation, Wanted
+from octavo.serve.generation import Generation
 from octavo.serve.metrics import Recorder
 from octavo.serve.objects import Identity
 from octavo.serve.prompts import Prompt
