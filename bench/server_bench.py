@@ -133,12 +133,13 @@ def latency(flag: dict[str, Any]) -> Iterator[dict[str, Any]]:
     since = max(one.came[0][0] for one in found)
     until = min(one.ended for one in found)
     ages = [age for one in found for age in one.ages(since, until)]
+    together = max(0.0, until - since)  # of a client that was held up there may be no such time
     ms = {f"age_ms_p{q}": rounded((percentile(ages, q) or 0.0) * 1e3, 2) for q in (50, 90, 99, 100)}
     yield {
         "streams": streams,
         "rate": rate,
         "period_ms": rounded(period * 1e3),
-        "tok_s": rounded(len(ages) / (until - since), 1),
+        "tok_s": rounded(len(ages) / together, 1) if together else None,
         "tokens": len(ages),
         **ms,
         **usage,

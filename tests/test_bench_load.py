@@ -87,7 +87,8 @@ def test_a_small_run_gives_every_figure(tmp_path):
     )
     assert throughput["met"] == (throughput["tok_s"] >= 12000)
     assert throughput["core_us_a_token"] >= 0
-    assert 0 < latency["tok_s"] < 600  # of the 400 asked for
+    assert latency["tokens"] <= 4 * 300  # of each of four streams, in three seconds at that rate
+    assert latency["tok_s"] is None or latency["tok_s"] >= 0
     assert 0 <= latency["age_ms_p50"] <= latency["age_ms_p99"]
     windows = memory["mib_per_1000"]
     assert memory["requests"] == 400 + 100 * (len(windows) - 1)
