@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from octavo.sampling.shown import shown
 from octavo.serve.detokenize import TextDecoder
 from octavo.serve.errors import ApiError, invalid
-from octavo.serve.protocol import ChatBody, CompletionBody, TokenizeBody
+from octavo.serve.protocol import ChatBody, CompletionBody
 from octavo.serve.strict_json import strict_json
 from octavo.serve.tool_request import ToolUse
 
@@ -173,7 +173,7 @@ def _wrong(where: str, what: str) -> ApiError:
 
 
 def chat_options(
-    body: ChatBody | TokenizeBody,
+    body: ChatBody,
     use: ToolUse | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:

@@ -215,6 +215,25 @@ class TokenizeBody(BaseModel):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+
+    def chat(self) -> ChatBody:
+        """The chat whose prompt `messages` make."""
+        return ChatBody(messages=self.messages or [], **{k: getattr(self, k) for k in _OF_CHAT})
+
+
+_OF_CHAT = (
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+)
 
 
 class DetokenizeBody(BaseModel):

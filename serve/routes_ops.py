@@ -1,16 +1,16 @@
 """Everything that doesn't generate: models, tokenize, health, version, metrics."""
 
-import sys
-
 from fastapi import APIRouter, Request, Response
 
+from octavo.sampling.shown import shown
 from octavo.serve import objects
 from octavo.serve.bodies import parse_body, take
+from octavo.serve.chat_plan import plan_chat
 from octavo.serve.context import ServerContext, check_vocabulary, context_of, read_body
 from octavo.serve.errors import invalid, unknown_model
 from octavo.serve.metrics import exposition
 from octavo.serve.openapi import request_schema
-from octavo.serve.prompts import Prompt, chat_options
+from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import DetokenizeBody, TokenizeBody
 from octavo.serve.wire import Ready
 
@@ -64,11 +64,11 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages, not both or none", "prompt")
     if body.messages is not None:
-        special = body.add_special_tokens is True
-        weight = sys.maxsize if body.chat_template is not None else size
-        options = chat_options(body)
-        prompt = await context.encoder.chat(body.messages, options, special, weight)
+        prompt, _ = await plan_chat(context, body.chat().came_in(size), None)
     else:
+        for name in ("tools", "tool_choice", "reasoning_effort"):
+            if (value := getattr(body, name)) is not None:
+                raise invalid(f"{name} goes with messages, not with a prompt: {shown(value)}", name)
         special = body.add_special_tokens is not False
         prompt = await context.encoder.text(body.prompt or "", special)
     return await context.off_loop(size, lambda: _tokens(context, ready, body, prompt))

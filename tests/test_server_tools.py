@@ -241,6 +241,27 @@ def test_calls_in_the_older_form_are_the_same_calls():
     assert refused.value.param == "messages[0].function_call.arguments"
 
 
+def test_tokenize_counts_what_a_chat_with_the_same_fields_would_have():
+    """Its template spells what it is given: tools were left out of the count."""
+    base = {"messages": [{"role": "user", "content": "x"}]}
+    with running(tokenizer="mock_engine:spelled_tokenizer", tool_parser="hermes") as server:
+        counts = []
+        for fields in (
+            {},
+            {"tools": [tool()]},
+            {"tools": [tool()], "tool_choice": "none"},
+            {"reasoning_effort": "none", "chat_template_kwargs": {"a": 1}},
+            {"add_special_tokens": True},
+        ):
+            body = server.good(server.post("/tokenize", {**base, **fields}))
+            chat = server.good(server.chat(**base, **fields))
+            assert body["count"] == len(body["tokens"]) == chat["usage"]["prompt_tokens"]
+            counts.append(body["count"])
+        assert counts[0] == counts[2] < counts[4] == counts[0] + 1
+        assert min(counts[1], counts[3]) > counts[0]
+        assert server.post("/tokenize", {**base, "tools": 3})[2]["error"]["param"] == "tools"
+
+
 # Which parser ------------------------------------------------------------------------------------
 
 
