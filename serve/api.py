@@ -77,6 +77,8 @@ class ApiServer:
         self._client = EngineClient(identity)
         self._ending = asyncio.Event()
         self.context = ServerContext(engine_config, config, self._client)
+        if config.api_processes > 1:
+            self.context.collector.process = identity.decode()
         self._server = QuietServer(
             uvicorn.Config(
                 create_app(self.context),

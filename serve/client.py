@@ -56,7 +56,7 @@ class EngineClient:
         failure: why there is no engine for now; None while there is, or while one loads.
         news: what the supervisor said last.
         closing: the server ends; no call is taken any more.
-        stats: the engine's last report.
+        stats: the engine's last report; None until there is one.
         state: what operators have changed of it.
     """
 
@@ -73,7 +73,7 @@ class EngineClient:
         self.failure: str | None = None
         self.news: EngineNews | None = None
         self.closing = False
-        self.stats = EngineStats()
+        self.stats: EngineStats | None = None
         self.state = EngineState()
         self._serials = itertools.count()
         self._asked: dict[int, asyncio.Future[Controlled]] = {}

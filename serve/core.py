@@ -182,9 +182,9 @@ class CoreLoop:
                 self._forget(message.identity)
             case Hello():
                 self._clients.add(identity)
+                self._send_stats()
                 self._send(identity, self._ready())
                 self._send(identity, self._controls.state)
-                self._send_stats()
             case Control():
                 self._controls.take(identity, message)
             case Shutdown():

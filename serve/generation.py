@@ -56,7 +56,7 @@ class Generation:
 
     def add(self, prompt: Prompt, request: Request) -> None:
         """One more sample; index is the order of adding."""
-        times = self._visit.sample(len(prompt.ids))
+        times = self._visit.sample(request)
         sample = self._sample(request)
         choice = Choice(len(self.choices), prompt, request, sample, times)
         self.choices.append(choice)
@@ -78,7 +78,7 @@ class Generation:
         for choice in self.choices:
             params = choice.request.params
             if params.max_tokens == 0 and params.prompt_logprobs is None:
-                choice.finish_reason = choice.times.finish_reason = FINISH_LENGTH
+                self._settle(choice, FINISH_LENGTH)
             else:
                 self._running[choice.request.request_id] = choice
         requests = [choice.request for choice in self._running.values()]

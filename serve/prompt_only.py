@@ -15,6 +15,7 @@ from octavo.serve.bodies import parse_body, take
 from octavo.serve.context import ServerContext, check_vocabulary, context_of, visit_of
 from octavo.serve.errors import ApiError
 from octavo.serve.protocol import check_scheduling
+from octavo.serve.timing import SampleTimes, Visit
 from octavo.serve.types import FINISH_ABORT, FINISH_ERROR, TokenEvent
 from octavo.serve.wire import Ready
 
@@ -68,7 +69,7 @@ async def run_prompts(
     Nothing is left running in the engine, also when the client hangs up.
     """
     visit = visit_of(request)
-    times = {one.request_id: visit.sample(len(one.prompt)) for one in requests}
+    times = {one.request_id: visit.sample(one) for one in requests}
     call = context.client.submit(requests, start_over=lambda _: None)  # ends alone count
     guard = Guard(request, call, context)
     ends: dict[str, TokenEvent] = {}
@@ -79,15 +80,25 @@ async def run_prompts(
                     continue
                 ends[event.request_id] = event
                 times[event.request_id].note(event, time.monotonic())
-                times[event.request_id].finish_reason = event.finish_reason
-                context.recorder.ended(visit, times[event.request_id])
+                _settle(context, visit, times[event.request_id], event.finish_reason)
                 if event.finish_reason == FINISH_ERROR:
                     raise errors.internal(event.error or "the request failed")
                 if event.finish_reason == FINISH_ABORT:
                     raise errors.aborted()
+    except BaseException as error:
+        reason = errors.finish_of(error)
+        for sample in times.values():
+            if reason is not None and sample.finish_reason is None:
+                _settle(context, visit, sample, reason)
+        raise
     finally:
         guard.end()
     return [ends[one.request_id] for one in requests], call.epoch
+
+
+def _settle(context: ServerContext, visit: Visit, sample: SampleTimes, reason: str) -> None:
+    sample.finish_reason = reason
+    context.recorder.ended(visit, sample)
 
 
 def prompt_usage(requests: Sequence[engine.Request], ends: Sequence[TokenEvent]) -> dict[str, Any]:

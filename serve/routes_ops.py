@@ -163,5 +163,5 @@ async def metrics(request: Request) -> Response:
     collector.recorder = recorder
     collector.stats = context.client.stats
     collector.up = context.status in ("ready", "paused", "draining")
-    collector.restarts = news.restarts if news is not None else 0
+    collector.restarts = news.restarts if news is not None else None
     return Response(exposition(collector), media_type=METRICS_TYPE)

@@ -43,6 +43,10 @@ class Rows:
             state.chain = self.index.chain(state.request.cache_salt)
         return self.index.lookup(state.chain, state.tokens) if state.may_hit else []
 
+    def looks_up(self, state: RequestState) -> bool:
+        """Whether the index is asked for pages of a request at all."""
+        return self.index is not None and state.may_hit
+
     def uncomputed(self) -> int:
         """Prompt tokens that running rows have yet to compute."""
         return sum(len(s.tokens) - s.computed for s in self.running if not s.decoding)

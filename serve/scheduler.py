@@ -66,7 +66,7 @@ class Scheduler:
         self._flights: deque[Flight] = deque()
         self._states: dict[str, RequestState] = {}
         self._prefill_budget = prefill_budget
-        self._counters = EngineStats(pages_total=self._rows.pool.total)
+        self._counters = EngineStats(pages_total=self._rows.pool.total, page_size=config.page_size)
         self._serial = 0
         self._closed = False
 
@@ -319,6 +319,7 @@ class Scheduler:
             state.admitted = now
             state.cached_tokens = state.computed
             self._counters.prompt_tokens += state.prompt_len
+            self._counters.looked_up_tokens += state.prompt_len * self._rows.looks_up(state)
             self._counters.cached_tokens += state.cached_tokens
             self._counters.queue_seconds += now - state.arrived
         state.admissions += 1

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.serve.types import TokenEvent
+from octavo.serve.types import Request, TokenEvent
 
 
 @dataclass(slots=True)
@@ -19,16 +19,22 @@ class SampleTimes:
         first, last: monotonic times of its first and its latest news; 0 before the first.
         queue, prefill: seconds it waited for admission, and then for its first token.
         preemptions: times it lost its row.
-        prompt_tokens, completion_tokens: their numbers; the latter is known at the end.
+        prompt_tokens, cached_tokens: their numbers.
+        completion_tokens: their number, known at the end.
+        max_tokens: tokens it may generate; 0 for one that generates none.
+        n: samples that its prompt has, on the first of them; 0 on the others.
         finish_reason: how it ended; None while it runs.
     """
 
     prompt_tokens: int
+    max_tokens: int = 0
+    n: int = 0
     first: float = 0.0
     last: float = 0.0
     queue: float = 0.0
     prefill: float = 0.0
     preemptions: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str | None = None
 
@@ -39,6 +45,7 @@ class SampleTimes:
         if not self.first:
             self.first = self.last = now
         self.preemptions = max(self.preemptions, event.preemptions)
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         since, self.last = now - self.last, now
         return since
 
@@ -66,10 +73,12 @@ class Visit:
     key: str = ""
     samples: list[SampleTimes] = field(default_factory=list)
 
-    def sample(self, prompt_tokens: int) -> SampleTimes:
+    def sample(self, request: Request) -> SampleTimes:
         """One more sample."""
-        self.samples.append(SampleTimes(prompt_tokens))
-        return self.samples[-1]
+        params, first = request.params, request.sample_index == 0
+        times = SampleTimes(len(request.prompt), params.max_tokens or 0, params.n * first)
+        self.samples.append(times)
+        return times
 
     def report(self, cached_tokens: int) -> dict[str, Any]:
         """`usage.timing`: milliseconds of the sample that ended last, preemptions of them all.

@@ -264,6 +264,8 @@ class EngineStats:
             computed at the rate of late; gauges.
         refused: newcomers refused, by the bound of the queue that did it.
         prompt_tokens, cached_tokens: counted once a request, at its first admission.
+        looked_up_tokens: of the prompt tokens, those looked up in the prefix index.
+        page_size: tokens that a page holds.
         queue_seconds, prefill_seconds, decode_seconds: summed over requests: arrival to first
             admission, to first token, to the end.
         padding: token places computed, by bucket: those that held a token, and the padding.
@@ -280,6 +282,8 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
+    looked_up_tokens: int = 0
+    page_size: int = 0
     preemptions: int = 0
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0

@@ -103,6 +103,21 @@ def test_answers_do_not_cross_and_metrics_are_the_sum(fleet):
     )
 
 
+def test_a_process_says_of_itself_what_is_not_of_all(fleet):
+    """Two scrapes' CPU times are of one process only if their names are the same."""
+    names = set()
+
+    def both():
+        text = fleet.get("/metrics")[2].decode()
+        (line,) = [one for one in text.splitlines() if one.startswith("process_cpu_seconds_total")]
+        names.add(line.partition('process="')[2].partition('"')[0])
+        assert text.count('process="') == text.count("\nprocess_")
+        return len(names) == 2
+
+    fleet.wait(both)
+    assert all(name.startswith("api-") for name in names)
+
+
 def test_admission_is_one_bound_for_all(fleet):
     with fleet.hold():
         streams = two_streams(fleet)

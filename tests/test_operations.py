@@ -26,6 +26,7 @@ from octavo.serve import (
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
 from octavo.serve.metrics import ServerCollector, exposition
+from octavo.serve.types import EngineStats
 
 ROUTERS = (
     routes_admin,
@@ -54,6 +55,7 @@ def samples():
     keys = KeyRing(ServerConfig(api_key="x"), {})
     asyncio.run(keys.enter(b"x"))
     collector = ServerCollector("m")
+    collector.stats, collector.restarts = EngineStats(), 0
     collector.recorder.note_keys(keys)
     text = exposition(collector).decode()
     names = set()

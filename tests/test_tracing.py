@@ -16,11 +16,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from octavo.sampling.params import SamplingParams
 from octavo.serve import tracing
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
 from octavo.serve.gate import Gate
 from octavo.serve.tracing import Tracing
+from octavo.serve.types import Request
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -55,7 +57,7 @@ def finished(app, headers=(), path="/v1/completions"):
 async def two_samples(scope, receive, send):
     visit = scope["state"]["visit"]
     for first in (3.0, 4.0):
-        sample = visit.sample(5)
+        sample = visit.sample(Request("r", (1, 2, 3, 4, 5), SamplingParams()))
         sample.first, sample.last = visit.arrived + first, visit.arrived + first + 4
         sample.queue, sample.prefill = 0.5, 2.0
         sample.completion_tokens, sample.finish_reason = 7, "length"
