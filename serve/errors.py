@@ -16,7 +16,9 @@ CORE_DEAD = "the engine process has ended"
 ANTHROPIC_PATHS = "/v1/messages"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",

@@ -298,14 +298,13 @@ class Generation:
         """Tokens of the whole request: each prompt once, every sample's output."""
         firsts = {id(c.prompt): c for c in reversed(self.choices)}.values()
         cached = sum(c.sample.cached_tokens for c in firsts)
-        usage = objects.usage(
-            sum(len(c.prompt.ids) for c in firsts),
-            sum(c.sample.completion_tokens for c in self.choices),
-            cached,
-        )
-        if self._wanted.timing:
-            usage["timing"] = self._visit.report(cached)
-        return usage
+        read = sum(len(c.prompt.ids) for c in firsts)
+        written = sum(c.sample.completion_tokens for c in self.choices)
+        return objects.usage(read, written, cached) | self.timing(cached)
+
+    def timing(self, cached_tokens: int) -> dict[str, Any]:
+        """What usage says of time, where that is asked for."""
+        return {"timing": self._visit.report(cached_tokens)} if self._wanted.timing else {}
 
     def _usage_event(self) -> bytes:
         kind = "chat.completion.chunk" if self._wanted.chat else "text_completion"

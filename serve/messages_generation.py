@@ -104,7 +104,7 @@ class MessagesGeneration(SplitGeneration):
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         out = self.blocks.close() + event(
-            "message_delta", {"delta": delta, "usage": self._message_usage()}
+            "message_delta", {"delta": delta, "usage": self._final_usage()}
         )
         return out + event("message_stop", {})
 
@@ -130,7 +130,7 @@ class MessagesGeneration(SplitGeneration):
             "content": self.blocks.blocks,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "usage": self._message_usage(),
+            "usage": self._message_usage() if started else self._final_usage(),
         }
 
     def _stop(self) -> tuple[str, str | None]:
@@ -145,6 +145,9 @@ class MessagesGeneration(SplitGeneration):
         if isinstance(choice.stop_reason, str):
             return "stop_sequence", choice.stop_reason
         return "end_turn", None
+
+    def _final_usage(self) -> dict[str, Any]:
+        return self._message_usage() | self.timing(self.choices[0].sample.cached_tokens)
 
     def _message_usage(self) -> dict[str, int]:
         sample, prompt = self.choices[0].sample, len(self.choices[0].prompt.ids)

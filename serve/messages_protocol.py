@@ -34,6 +34,7 @@ class MessagesBody(BaseModel):
     thinking: Any = None
     service_tier: str | None = None
     cache_control: Any = None
+    return_timing: bool | None = None
 
 
 def chat_body(body: MessagesBody) -> ChatBody:

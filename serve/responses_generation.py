@@ -67,7 +67,7 @@ class ResponsesGeneration(SplitGeneration):
     def failed(self, error: ApiError) -> bytes:
         """What ends a stream that `error` cuts short."""
         out = self._output.close("incomplete")
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "invalid_prompt" if error.status == 400 else "server_error"
         response = self._response("failed", {"code": code, "message": error.message})
         return out + self._writer.write("failed", response=response)
 
@@ -116,4 +116,5 @@ class ResponsesGeneration(SplitGeneration):
             "output_tokens": sample.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": prompt + sample.completion_tokens,
+            **self.timing(sample.cached_tokens),
         }

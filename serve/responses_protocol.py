@@ -63,6 +63,7 @@ class ResponsesBody(BaseModel):
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    return_timing: bool | None = None
 
     refused: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
         "previous_response_id": (_STATELESS, ()),

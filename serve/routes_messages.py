@@ -37,7 +37,13 @@ async def messages(request: Request) -> Response:
     prompt, plan = await plan_chat(context, chat, None)
     plan = plan or PLAIN
     structured = Structured(plan.grammar, "tools") if plan.grammar else None
-    wanted = Wanted(chat=True, shown=plan.shown, structured=structured, thinking=plan.thinking)
+    wanted = Wanted(
+        chat=True,
+        timing=bool(body.return_timing),
+        shown=plan.shown,
+        structured=structured,
+        thinking=plan.thinking,
+    )
     identity = context.identity("msg_")
     parts = (context.client, context.recorder, context.table, identity, wanted, visit_of(request))
     job = MessagesGeneration(*parts, plan)

@@ -37,6 +37,7 @@ async def create_response(request: Request) -> Response:
         wanted = Wanted(
             chat=True,
             logprobs=chat.top_logprobs_asked,
+            timing=bool(body.return_timing),
             shown=plan.shown,
             structured=structured,
             thinking=plan.thinking,

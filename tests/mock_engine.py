@@ -152,6 +152,7 @@ class MockConfig:
     flag_file: str = ""
     hold_file: str = ""
     record: str = ""
+    scheduler: dict = field(default_factory=dict)
     generation: dict = field(default_factory=dict)
 
 
@@ -187,6 +188,10 @@ def make(config):
         raise RuntimeError("no such weights")
     if config.flag_file and os.path.exists(config.flag_file + ".fail"):
         raise RuntimeError("the weights have gone")
+    if config.scheduler:
+        from scheduled_engine import ScheduledEngine
+
+        return ScheduledEngine(config)
     return MockEngine(config)
 
 

@@ -138,10 +138,10 @@ class Running:
         return [e.decode() if e == b"[DONE]" else json.loads(e) for e in events]
 
     def metric(self, name):
-        """Value of the first sample of a metric."""
+        """Value of a metric's first sample; nan where the process that answers has none."""
         _, _, text = self.get("/metrics")
         lines = [line for line in text.decode().splitlines() if line.startswith(name)]
-        return float(lines[0].rsplit(" ", 1)[1])
+        return float(lines[0].rsplit(" ", 1)[1]) if lines else float("nan")
 
     def wait(self, condition, seconds=PATIENCE):
         end = time.monotonic() + seconds

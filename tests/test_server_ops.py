@@ -124,9 +124,8 @@ def test_aborts_errors_and_refusals_are_counted_as_what_they_are(guarded):
 # Timing ------------------------------------------------------------------------------------------
 
 
-def check_timing(usage):
-    timing = usage["timing"]
-    assert timing["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+def check_timing(timing, cached):
+    assert timing["cached_tokens"] == cached > 0
     assert timing["preemptions"] == 0
     phases = [timing[f"{name}_ms"] for name in ("queue", "prefill", "decode", "host")]
     assert min(phases) >= 0
@@ -135,13 +134,52 @@ def check_timing(usage):
     return timing
 
 
-def test_timing_comes_on_demand(guarded):
-    plain = complete(guarded, "sk-alice")[2]["usage"]
+SLOW = [{"role": "user", "content": "b<|slow|>"}]
+TIMED = {
+    "/v1/completions": {"prompt": "ab<|slow|>", "max_tokens": 3, "temperature": 0},
+    "/v1/chat/completions": {"messages": SLOW, "max_tokens": 3},
+    "/v1/messages": {"messages": SLOW, "max_tokens": 3},
+    "/v1/responses": {"input": SLOW, "max_output_tokens": 3},
+}
+
+
+def last_usage(events):
+    """The usage that a stream of any endpoint ends with."""
+    for event in reversed(events):
+        data = event.split(b"data: ", 1)[-1]
+        fields = json.loads(data) if data.startswith(b"{") else {}
+        usage = fields.get("response", fields).get("usage")
+        if usage:
+            return usage
+    raise AssertionError(events)
+
+
+@pytest.mark.parametrize("path", TIMED)
+def test_timing_comes_on_demand(guarded, path):
+    key = bearer("sk-alice")
+    plain = guarded.good(guarded.post(path, TIMED[path], **key))["usage"]
     assert "timing" not in plain
-    check_timing(complete(guarded, "sk-alice", "ab<|slow|>", return_timing=True)[2]["usage"])
+    asked = {**TIMED[path], "return_timing": True}
+    whole = guarded.good(guarded.post(path, asked, **key))["usage"]
+    raw = guarded.good(guarded.post(path, {**asked, "stream": True}, **key))
+    for usage in (whole, last_usage(raw.split(b"\n\n"))):
+        timing = usage.pop("timing")
+        assert usage.keys() == plain.keys()
+        check_timing(timing, cached_of(usage))
+
+
+def cached_of(usage):
+    """Cached tokens in the words of an endpoint."""
+    for name in ("prompt_tokens_details", "input_tokens_details"):
+        if name in usage:
+            return usage[name]["cached_tokens"]
+    return usage["cache_read_input_tokens"]
+
+
+def test_decode_time_is_what_a_stream_took_behind_its_first_token(guarded):
     events = streamed_in_two(guarded, max_tokens=5, return_timing=True)
-    timing = check_timing(json.loads(events[-3].removeprefix(b"data: "))["usage"])
-    assert timing["decode_ms"] > 0
+    usage = json.loads(events[-3].removeprefix(b"data: "))["usage"]
+    assert check_timing(usage["timing"], cached_of(usage))["decode_ms"] > 0
 
 
 def streamed_in_two(server, **fields):
