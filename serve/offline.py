@@ -5,6 +5,7 @@ are the same. Results are appended as they come; a run that is killed goes on wh
 """
 
 import asyncio
+import sys
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from octavo.serve.supervisor import CoreSupervisor
 BUSY = (429, 503)
 """Statuses of a request that was not taken: it is sent again."""
 RETRY_SECONDS = 0.2
+TERMINAL_SECONDS, LOG_SECONDS = 0.1, 10.0
+"""Between two looks of the progress bar, where somebody watches and where a file grows."""
 
 
 def engine(config: EngineConfig) -> Any:
@@ -195,7 +198,8 @@ async def run_batch(
     supervisor.start()
     try:
         await _load(supervisor, context, parts)
-        bar = tqdm(total=total, unit="request", desc=target.name)
+        often = TERMINAL_SECONDS if sys.stderr.isatty() else LOG_SECONDS
+        bar = tqdm(total=total, unit="request", desc=target.name, mininterval=often)
         with target.open("ab") as out, bar:
             batch = Batch(create_app(context), client, out, bar)
             try:

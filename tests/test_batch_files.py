@@ -3,9 +3,12 @@
 import asyncio
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from mock_engine import MockConfig
 from mock_server import PATIENCE
 
-from octavo.serve import batchfile, cli
+from octavo.serve import batchfile, cli, offline
 from octavo.serve.offline import run_batch
 from octavo.serve.server import Parts
 
@@ -193,3 +196,81 @@ def test_failures_are_one_line(tmp_path, monkeypatch, capsys, args, words):
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("octavo batch: ")
     assert words in last
+
+
+# What a run says of itself
+
+
+@pytest.fixture
+def batch(tmp_path, monkeypatch, capsys):
+    """`octavo batch` on the mock: its exit code and the summary line."""
+    monkeypatch.chdir(tmp_path)
+
+    async def on_the_mock(config, source, target, **settings):
+        return await run_batch(MockConfig(), source, target, parts=MOCK, **settings)
+
+    monkeypatch.setattr(offline, "run_batch", on_the_mock)
+
+    def started():
+        assert cli.main(["batch", "in.jsonl", "out.jsonl"]) == 0
+        (summary,) = capsys.readouterr().out.splitlines()
+        return json.loads(summary)
+
+    return started
+
+
+def test_the_summary_line_has_what_this_run_did(tmp_path, batch):
+    lines = [completion(f"r{i}", "abcd", max_tokens=5) for i in range(4)]
+    source = write(tmp_path / "in.jsonl", [*lines[:3], completion("bad", "a", temperature=-1)])
+    first = batch()
+    assert first.keys() == {
+        *("succeeded", "failed", "skipped", "prompt_tokens", "completion_tokens"),
+        *("seconds", "output_tok_s"),
+    }
+    counts = ("succeeded", "failed", "skipped", "prompt_tokens", "completion_tokens")
+    assert [first[name] for name in counts] == [3, 1, 0, 12, 15]
+    assert first["seconds"] > 0
+    assert first["output_tok_s"] == pytest.approx(15 / first["seconds"], rel=0.1)
+    write(source, lines)
+    second, third = batch(), batch()
+    assert [second[name] for name in counts] == [1, 0, 3, 4, 5]
+    assert [third[name] for name in counts] == [0, 0, 4, 0, 0]
+
+
+def last_words(raw):
+    """What stands behind the last carriage return: the bar as it was left."""
+    return raw.replace("\r\n", "\n").rstrip("\n").rsplit("\r", 1)[-1]
+
+
+def check_bar(text):
+    assert text.startswith("out.jsonl: 100%")
+    assert " 5/5 " in text
+    assert "request/s" in text
+    assert float(re.search(r"([0-9.]+) tok/s", text)[1]) > 0
+
+
+def test_the_bar_ends_full_with_tokens_a_second(tmp_path, batch, monkeypatch):
+    write(tmp_path / "in.jsonl", [completion(f"r{i}", "ab") for i in range(5)])
+    main, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 100))
+    with os.fdopen(end, "w") as terminal, os.fdopen(main, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        batch()
+        terminal.flush()
+        os.set_blocking(main, False)
+        check_bar(last_words("".join(iter(lambda: (screen.read(4096) or b"").decode(), ""))))
+        monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+
+
+def test_a_bar_that_goes_to_a_file_is_short(tmp_path, batch, monkeypatch):
+    count = 300
+    write(tmp_path / "in.jsonl", [completion(f"r{i}", "ab") for i in range(count)])
+    monkeypatch.setattr(offline, "LOG_SECONDS", 3600.0)
+    report = tmp_path / "stderr"
+    with report.open("w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        batch()
+    text = report.read_text()
+    assert f" {count}/{count} " in last_words(text)
+    assert "tok/s" in last_words(text)
+    assert text.count("\r") <= 3

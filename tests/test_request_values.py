@@ -201,6 +201,7 @@ RESPONSES = {
     "top_logprobs": (2, params(logprobs=2), {"include": LOGPROBS}),
     "chat_template_kwargs": ({"k": 5}, prompt(k=5), {}),
     "thinking_token_budget": (9, BOUND, {}),
+    "return_timing": (True, {}, {}),
 }
 MESSAGES = {
     **SAMPLING,
@@ -219,6 +220,7 @@ MESSAGES = {
     ),
     "service_tier": ("auto", {}, {}),
     "cache_control": ({"type": "ephemeral"}, {}, {}),
+    "return_timing": (True, {}, {}),
 }
 EMBEDDING = {
     **SCHEDULING,

@@ -228,15 +228,21 @@ def test_https_with_a_certificate_of_ones_own(certificate):
     files = {"tls_cert": str(certificate / "cert.pem"), "tls_key": str(certificate / "key.pem")}
     trust = ssl.create_default_context(cafile=str(certificate / "ca.pem"))
     with running(wait=False, **files) as server:
+
+        def ask(method, path, body=None):
+            connection = http.client.HTTPSConnection(
+                "127.0.0.1", server.port, context=trust, timeout=PATIENCE
+            )
+            with contextlib.closing(connection):
+                connection.request(method, path, body)
+                response = connection.getresponse()
+                return response.status, response.read()
+
         server.wait(lambda: "serving" in server.log)
         assert f"https://127.0.0.1:{server.port}" in server.log
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", server.port, context=trust, timeout=PATIENCE
-        )
-        with contextlib.closing(connection):
-            body = {"prompt": "abc", "max_tokens": 3, "stream": True, "temperature": 0}
-            connection.request("POST", "/v1/completions", json.dumps(body))
-            data = connection.getresponse().read()
+        server.wait(lambda: ask("GET", "/health")[0] == 200)
+        body = {"prompt": "abc", "max_tokens": 3, "stream": True, "temperature": 0}
+        _, data = ask("POST", "/v1/completions", json.dumps(body))
         assert data.endswith(b"data: [DONE]\n\n")
         with pytest.raises((OSError, http.client.HTTPException)):
             server.get("/health")
