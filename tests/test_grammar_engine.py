@@ -17,6 +17,7 @@ from tiny import EOS, VOCAB, drain, run, tiny_engine, tiny_tokenizer, tiny_token
 from octavo.sampling.params import SamplingParams
 from octavo.serve import grammar_compile
 from octavo.serve.grammar import Grammars
+from octavo.serve.inflight import InFlight
 from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Grammar, Request
 
 SCHEMA = {
@@ -127,6 +128,35 @@ def test_same_tokens_under_preemption(loop):
     assert tokens == expected
     assert engine.stats().preemptions > 0
     check_pages_free(engine)
+
+
+def test_the_device_computes_while_masks_are_made(monkeypatch):
+    """Overlap lost would change no token: the forward pass goes first, then whatever waits."""
+    engine, done = tiny_engine(eos_ids=(EOS,)), []
+
+    def watch(owner, name):
+        real = getattr(owner, name)
+
+        def watched(*args, **fields):
+            done.append(name)
+            return real(*args, **fields)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in (
+        (engine.runner, "forward"),
+        (InFlight, "read"),
+        (engine.grammars, "masks"),
+        (engine.runner, "sample"),
+    ):
+        watch(owner, name)
+    grammar = Grammar.regex("[a-z]{12}")
+    run(engine, [Request(f"r{i}", (5, 6), sampled(i), grammar=grammar) for i in range(2)])
+    first = ["forward", "masks", "sample"]  # nothing was in flight
+    assert done[:3] == first
+    steps, rest = divmod(len(done) - 3 - 1, 4)
+    assert (done[3:], rest) == (["forward", "read", "masks", "sample"] * steps + ["read"], 0)
+    assert steps >= 11
 
 
 def test_small_chunks_and_logprobs_change_no_token(alone):
