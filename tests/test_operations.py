@@ -25,6 +25,7 @@ from octavo.serve import (
 )
 from octavo.serve.auth import KeyRing
 from octavo.serve.config import ServerConfig
+from octavo.serve.errors import ApiError
 from octavo.serve.metrics import ServerCollector, exposition
 from octavo.serve.types import EngineStats
 
@@ -139,3 +140,48 @@ def test_the_image_is_pinned_and_has_a_user_of_its_own():
     assert any("-c constraints.txt" in line for line in lines)
     users = [line.split()[1] for line in lines if line.startswith("USER ")]
     assert users[-1] not in ("root", "0")
+
+
+# Errors
+
+
+def calls(name):
+    """Calls of a function of this name anywhere in the server."""
+    for path in sorted((ROOT / "serve").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(node, "func", None)
+            if getattr(called, "id", getattr(called, "attr", None)) == name:
+                yield node
+
+
+def constant(node):
+    """The text or number that is written there, of an f-string its first words; else None."""
+    if isinstance(node, ast.JoinedStr):
+        node = node.values[0]
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def test_the_runbook_has_every_error_that_there_is():
+    text = (DOCS / "operations.md").read_text()
+    text = text[text.index("## What each error means") :]
+    statuses, words = set(), {"invalid_request_error"}
+    for name in ("ApiError", "_refuse"):
+        for call in calls(name):
+            statuses.add(constant(call.args[0]))
+            words |= {constant(k.value) for k in call.keywords if k.arg in ("kind", "code")}
+    statuses, words = statuses - {None}, words - {None}
+    assert len(statuses) >= 12
+    assert len(words) >= 16
+    words |= {ApiError(status, "").anthropic_fields()["type"] for status in statuses}
+    rows = re.findall(r"^\| ((?:\d{3}(?:, )?)+) \| (.*) \|$", text, re.MULTILINE)
+    assert {int(s) for row, _ in rows for s in row.split(", ")} == statuses | {405}
+    shown = {word for _, row in rows for word in re.findall(r"`([a-z_]+)`", row)}
+    assert words <= shown
+
+
+def test_the_runbook_has_every_reason_to_be_unavailable():
+    text = (DOCS / "operations.md").read_text()
+    said = [constant(call.args[0]) for call in calls("unavailable")]
+    reasons = {words.split(":")[0] for words in said if words}
+    assert len(reasons) >= 8
+    assert {reason for reason in reasons if f"`{reason}`" not in text} == set()
