@@ -5,7 +5,7 @@ special_tokens_map.json, added_tokens.json, chat_template.jinja and friends) or 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.model.checkpoint.companions import GGUF_VOCABULARY
 from octavo.model.checkpoint.generation import (
+    TOKEN_FLAGS,
     added_tokens,
     gguf_eos_ids,
     gguf_named_ids,
@@ -278,9 +279,8 @@ def _from_folder(folder: Path) -> Tokenizer:
     names = _read_json(folder / "special_tokens_map.json") | config
     texts = {name: token_text(names.get(name), name, folder) for name in _NAMED}
     named = {name: text for name, text in texts.items() if text is not None}
-    _add_missing(backend, config, _read_json(folder / "added_tokens.json"), folder)
-    known = [text for text in named.values() if backend.token_to_id(text) is not None]
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
+    _add_listed(backend, config, _read_json(folder / "added_tokens.json"), folder)
+    _make_special(backend, named.values())
     prefix, suffix = _around(backend, config, named)
     eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
     return Tokenizer(
@@ -305,26 +305,39 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _add_missing(
+def _add_listed(
     backend: Backend, config: dict[str, Any], added: Mapping[str, Any], folder: Path
 ) -> None:
-    """Adds tokens that only tokenizer_config.json or added_tokens.json list."""
+    """Adds tokens that only tokenizer_config.json or added_tokens.json list.
+
+    What the former says of a token that tokenizer.json has, too, goes before, as in transformers.
+    """
     for text, id_ in added.items():
         if isinstance(id_, bool) or not isinstance(id_, int):
             raise TokenizerError(f"{folder / 'added_tokens.json'}: {text!r} has id {id_!r:.80}")
-    wanted: dict[int, dict[str, Any]] = {id_: {"content": text} for text, id_ in added.items()}
+    present = {id_: t.content for id_, t in backend.get_added_tokens_decoder().items()}
+    wanted = {id_: {"content": text} for text, id_ in added.items() if id_ not in present}
     wanted |= added_tokens(config, folder / "tokenizer_config.json")
-    present = backend.get_added_tokens_decoder()
-    flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
-    for id_ in sorted(wanted.keys() - present.keys()):
-        entry = wanted[id_]
-        options = {name: entry[name] for name in flags if name in entry}
-        backend.add_tokens([AddedToken(entry["content"], **options)])
-        if backend.token_to_id(entry["content"]) != id_:
+    tokens = {
+        id_: AddedToken(entry["content"], **{f: entry[f] for f in TOKEN_FLAGS if f in entry})
+        for id_, entry in sorted(wanted.items())
+        if present.get(id_, entry["content"]) == entry["content"]
+    }
+    backend.add_tokens(list(tokens.values()))
+    for id_, token in tokens.items():
+        if backend.token_to_id(token.content) != id_:
             raise TokenizerError(
-                f"{folder}: added token {entry['content']!r} has id {id_}, but tokenizer.json"
-                f" gives it {backend.token_to_id(entry['content'])}"
+                f"{folder}: added token {token.content!r} has id {id_}, but tokenizer.json"
+                f" gives it {backend.token_to_id(token.content)}"
             )
+
+
+def _make_special(backend: Backend, texts: Iterable[str]) -> None:
+    """Makes tokens of the vocabulary special; how much around them they take in stays."""
+    present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    known = [text for text in texts if backend.token_to_id(text) is not None]
+    tokens = [present.get(text, AddedToken(text, normalized=False)) for text in known]
+    backend.add_special_tokens(tokens)
 
 
 def _around(

@@ -102,6 +102,7 @@ def test_bad_values_name_the_file(tmp_path, generation, message):
         {"eos_token": "</s>", "added_tokens_decoder": True},
         {"eos_token": "</s>", "added_tokens_decoder": {"1": None}},
         {"eos_token": "</s>", "added_tokens_decoder": {"x": {"content": "</s>"}}},
+        {"eos_token": "</s>", "added_tokens_decoder": {"1": {"content": "a", "lstrip": "x"}}},
     ],
 )
 def test_bad_tokens_are_refused_by_loader_and_tokenizer(tmp_path, described):

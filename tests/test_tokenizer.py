@@ -321,6 +321,25 @@ def test_tokens_that_only_the_config_lists(tmp_path):
         load_tokenizer(wrong)
 
 
+def test_flags_of_added_tokens(tmp_path):
+    """tokenizer.json's stand, but for what tokenizer_config.json lists: as in transformers."""
+    backend = _backend()
+    backend.add_tokens([AddedToken("<e>", rstrip=True, normalized=False), AddedToken("<t>")])
+    config = {"eos_token": "<e>"}
+    tokenizer = load_tokenizer(_folder(tmp_path, backend, tokenizer_config=config))
+    assert tokenizer.encode("<e>  <t>") == [259, 260]
+    assert tokenizer.special_ids == {BOS, EOS, PAD, 259}
+    config["added_tokens_decoder"] = {
+        "259": {"content": "<e>", "normalized": False},
+        "260": {"content": "<t>", "lstrip": True, "special": True},
+    }
+    tokenizer = load_tokenizer(_folder(tmp_path, backend, tokenizer_config=config))
+    assert tokenizer.encode("<e>a  <t>") == [259, tokenizer.encode("a")[0], 260]
+    assert tokenizer.encode("<e> a")[1:] == tokenizer.encode(" a")
+    assert tokenizer.special_ids == {BOS, EOS, PAD, 259, 260}
+    assert tokenizer.decode([259, 260]) == ""
+
+
 def test_special_tokens_map_fills_in(tmp_path):
     names = {"eos_token": "</s>", "bos_token": "<pad>"}
     config = {"bos_token": "<s>"}

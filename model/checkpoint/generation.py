@@ -33,6 +33,9 @@ _GGUF_ID = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 _MAX_IDS = 2**31
 _CONTROL_TYPE = 3
 
+TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+"""What an added token may say of itself beside its text."""
+
 _FIELDS: dict[str, tuple[str, float, float]] = {
     "temperature": ("temperature", 0.0, 100.0),
     "top_k": ("top_k", 0, 2**31 - 1),
@@ -166,7 +169,10 @@ def added_tokens(described: dict[str, Any], path: Path) -> dict[int, dict[str, A
         raise CheckpointError(f"{path}: added_tokens_decoder is {entries!r:.80}, not an object")
     for key, entry in entries.items():
         content = entry.get("content") if isinstance(entry, dict) else None
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and isinstance(content, str)):
+        good = isinstance(content, str) and all(
+            isinstance(entry.get(flag, False), bool) for flag in TOKEN_FLAGS
+        )
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and good):
             raise CheckpointError(f"{path}: added_tokens_decoder has {key!r}: {entry!r:.80}")
     return {int(key): entry for key, entry in entries.items()}
 
