@@ -4,11 +4,15 @@ import ast
 import asyncio
 import json
 import re
+import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import promql_parser
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.serve import (
@@ -132,14 +136,51 @@ def test_every_endpoint_and_parameter_has_a_test_that_exists():
     assert (served | fields) - subjects == set()
 
 
-def test_the_image_is_pinned_and_has_a_user_of_its_own():
-    lines = (ROOT / "Dockerfile").read_text().splitlines()
-    images = [line.split()[1] for line in lines if line.startswith("FROM ")]
-    assert images
+def dockerfile():
+    """Instructions of the image's last stage, and of those before it."""
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    stages = [i for i, line in enumerate(lines) if line.startswith("FROM ")]
+    return lines[stages[-1] :], lines[: stages[-1]]
+
+
+def test_the_image_is_pinned():
+    last, before = dockerfile()
+    images = [line.split()[1] for line in before + last if line.startswith("FROM ")]
     assert all(re.search(r":\d+\.\d+\.\d+", image) for image in images)
-    assert any("-c constraints.txt" in line for line in lines)
-    users = [line.split()[1] for line in lines if line.startswith("USER ")]
-    assert users[-1] not in ("root", "0")
+    # As a variable: the option does not reach what pip builds the package with.
+    assert before.index("ENV PIP_CONSTRAINT=/src/constraints.txt") < len(before) - 1
+    (install,) = re.findall(r"pip install .*\[(.*)\]", before[-1])
+    assert install == "serve,cuda13,tracing"
+
+
+def test_what_the_image_installs_is_in_the_constraints():
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    wanted += [one for extra in ("serve", "cuda13", "tracing") for one in extras[extra]]
+    wanted += [r for r in requires("jax") if Requirement(r).marker and "cuda13" in r]
+    for one in map(Requirement, wanted):
+        if one.marker is None or one.marker.evaluate({"extra": "cuda13"}):
+            assert one.specifier.contains(pinned[canonicalize_name(one.name)]), one
+    assert pinned["jax-cuda13-plugin"] == pinned["jaxlib"]
+    assert sum(name.startswith("nvidia-") for name in pinned) >= 15
+
+
+def test_the_image_runs_as_nobody_in_particular_and_hears_signals():
+    last, _ = dockerfile()
+    by_name = dict(line.split(maxsplit=1) for line in last)
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", by_name["USER"])  # Kubernetes wants a number
+    assert json.loads(by_name["ENTRYPOINT"])[-1] == "serve"  # no shell that keeps SIGTERM to itself
+    assert by_name["STOPSIGNAL"] == "SIGTERM"
+    (probe,) = re.findall(r"CMD (\[.*\])$", by_name["HEALTHCHECK"])
+    assert "/health/live" in json.loads(probe)[-1]
+    # The volume takes its owner from the folder, which its user must have made before.
+    names = [line for line in last if line.startswith(("USER", "RUN mkdir", "VOLUME"))]
+    assert [line.split()[0] for line in names] == ["USER", "RUN", "VOLUME"]
+    assert names[1].split()[-1] == names[2].split()[-1] == "/home/octavo/.cache"
 
 
 # Errors
