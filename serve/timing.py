@@ -52,6 +52,7 @@ class SampleTimes:
     def start_over(self) -> None:
         """Forget its news: they are to come again."""
         self.first = self.last = 0.0
+        self.cached_tokens = 0
 
     @property
     def decode(self) -> float:
