@@ -226,3 +226,17 @@ def test_the_runbook_has_every_reason_to_be_unavailable():
     reasons = {words.split(":")[0] for words in said if words}
     assert len(reasons) >= 8
     assert {reason for reason in reasons if f"`{reason}`" not in text} == set()
+
+
+def test_the_runbooks_lines_are_logged():
+    text = (DOCS / "operations.md").read_text()
+    table = text[text.index("| line that begins so |") : text.index("## What each error means")]
+    lines = re.findall(
+        r"`([^`]+)`", "".join(row.split("|")[1] for row in table.splitlines() if row)
+    )
+    logged = [
+        c for kind in ("info", "warning", "error", "exception") for c in calls(kind) if c.args
+    ]
+    said = [words for call in logged if isinstance(words := constant(call.args[0]), str)]
+    assert len(lines) >= 11
+    assert [line for line in lines if not any(words.startswith(line) for words in said)] == []
