@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 TRACES_PATH = "/v1/traces"
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 5.0
 
 
 class Tracing:
