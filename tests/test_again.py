@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 from mock_server import running
+from test_server_life import start_stream
 from test_streams import Wire
 
 from octavo.sampling.params import SamplingParams
@@ -108,9 +109,11 @@ def test_a_whole_answer_outlives_the_engine_that_began_it(server, name):
 
 
 def test_a_stream_does_not(server):
-    server.flag.unlink(missing_ok=True)
-    events = server.stream("/v1/completions", {"prompt": PROMPT, "temperature": 0})
-    assert "engine process has ended" in events[-2]["error"]["message"]
+    with server.hold():
+        connection, response = start_stream(server)
+        os.kill(server.core_pid(), signal.SIGKILL)
+    assert b"engine process has ended" in response.read()
+    connection.close()
     server.wait(lambda: server.status() == "ready")
 
 

@@ -87,8 +87,8 @@ def test_while_the_server_drains():
 
 # 408 ---------------------------------------------------------------------------------------------
 
-TIMEOUT = 4.0
-"""So long that a stream has begun by then on any machine."""
+TIMEOUT = 6.0
+"""So long that a stream has begun by then, also where the machine stands still for a while."""
 SLOW = [{"role": "user", "content": "a<|slow|>"}]
 STUCK = [{"role": "user", "content": "a<|stall|>"}]
 STREAMS = {
@@ -127,7 +127,7 @@ def test_an_answer_over_its_time_is_a_408_in_the_apis_words(overdue):
     for path, (status, headers, body) in overdue[1].items():
         assert (status, headers["connection"]) == (408, "close")
         kind, message = error_of(path, body)
-        assert (kind, message) == ("timeout_error", "the request took longer than 4 s")
+        assert (kind, message) == ("timeout_error", "the request took longer than 6 s")
 
 
 def events_of(answer):
@@ -140,7 +140,7 @@ def events_of(answer):
 
 
 def test_a_stream_over_its_time_ends_with_the_error_as_an_event(overdue):
-    message = "the request took longer than 4 s"
+    message = "the request took longer than 6 s"
     for path in ("/v1/completions", "/v1/chat/completions"):
         *tokens, error, done = events_of(overdue[2][path])
         assert tokens
