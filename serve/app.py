@@ -18,6 +18,7 @@ from octavo.serve import (
     routes_responses,
     routes_score,
 )
+from octavo.serve.absent import why_absent
 from octavo.serve.context import ServerContext, context_of
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.gate import Gate
@@ -63,12 +64,16 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: unknown route, wrong method."""
+    """Starlette's own refusals: unknown route, wrong method. What other servers have says why."""
     assert isinstance(error, HTTPException)
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"{request.method} {cut(request.url.path)}: {error.detail}"
-    refusal = ApiError(error.status_code, message, kind=kind)
-    response = context_of(request).respond(refusal, request.url.path)
+    path, missing = request.url.path, error.status_code == 404
+    if missing and (reason := why_absent(path)):
+        refusal = errors.not_offered(request.method, path, reason)
+    else:
+        message = f"{request.method} {cut(path)}: {error.detail}"
+        kind = "not_found_error" if missing else "invalid_request_error"
+        refusal = ApiError(error.status_code, message, kind=kind)
+    response = context_of(request).respond(refusal, path)
     response.headers.update(error.headers or {})
     return response
 

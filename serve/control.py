@@ -1,4 +1,4 @@
-"""Pause, resume and other weights: what an operator asks of a running engine core. No jax.
+"""Pause, resume, other weights, an empty prefix cache: orders to a running core. No jax.
 
 One thing at a time. A pause closes the engine's gate at once and is answered when it has taken
 effect; weights are read in a thread while steps go on, and put in place when no request is between
@@ -82,6 +82,9 @@ class Controls:
                 self._pause(message.mode)
             case "resume":
                 self._paused_gate, self._engine.gate = None, "open"
+                self._end()
+            case "forget":
+                self._engine.forget_prefixes()
                 self._end()
             case "reload":
                 self._job.staged = self._reader.submit(self._engine.stage, message.model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.sampling.shown import shown
+from octavo.sampling.shown import cut, shown
 from octavo.serve.types import FINISH_ABORT, FINISH_ERROR
 
 CORE_DEAD = "the engine process has ended"
@@ -120,6 +120,12 @@ def unsupported(param: str, reason: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
+def not_offered(method: str, path: str, reason: str) -> ApiError:
+    """404: other servers have this endpoint."""
+    message = f"{method} {cut(path)} is not offered: {reason}"
+    return ApiError(404, message, kind="not_found_error", code="unsupported_endpoint")
+
+
 def unauthorized() -> ApiError:
     """401: no API key, or a wrong one."""
     message = "a valid API key is required: send it as 'Authorization: Bearer KEY'"
@@ -138,7 +144,8 @@ def conflict(message: str) -> ApiError:
 
 def unknown_model(name: str, served: tuple[str, ...]) -> ApiError:
     """404: this server doesn't serve that model."""
-    message = f"model {shown(name)} does not exist here; served: {', '.join(served)}"
+    names = f"served under the names {', '.join(served)}: one model, without adapters"
+    message = f"model {shown(name)} does not exist here; {names}"
     return ApiError(404, message, param="model", kind="not_found_error", code="model_not_found")
 
 

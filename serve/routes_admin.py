@@ -1,7 +1,7 @@
-"""For operators: pause and resume, other weights; only where admin_endpoints is set."""
+"""For operators: pause, other weights, an empty prefix cache; only where admin_endpoints is set."""
 
 import time
-from typing import Any
+from collections.abc import Mapping
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict
@@ -14,6 +14,8 @@ from octavo.serve.openapi import request_schema
 
 PAUSES = ("abort", "wait", "keep")
 RELOADS = ("wait", "abort")
+PAUSE_DEFAULTS = {"mode": "abort", "clear_cache": "true"}
+"""Query parameters of a pause."""
 
 router = APIRouter()
 
@@ -50,14 +52,21 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
+def _query(request: Request, defaults: Mapping[str, str]) -> dict[str, str]:
+    """The query parameters of a request, of which these are known; ApiError 400."""
+    asked = {**defaults, **request.query_params}
+    for name in asked:
+        if name not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise errors.invalid(f"unknown parameter {shown(name)}; known: {known}", name[:80])
+    return asked
+
+
 @router.post("/pause", response_model=None)
 async def pause(request: Request) -> Response:
     """Let no request go on; `mode` and `clear_cache` are query parameters, as with vLLM."""
     context = _context(request)
-    asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true", **request.query_params}
-    for name in asked:
-        if name not in ("mode", "clear_cache"):
-            raise errors.invalid(f"unknown parameter {shown(name)}", name[:80])
+    asked = _query(request, PAUSE_DEFAULTS)
     mode = _one_of("mode", asked["mode"], PAUSES)
     clear = _one_of("clear_cache", asked["clear_cache"].lower(), ("true", "false")) == "true"
     await context.client.control("pause", mode=mode, clear_cache=clear)
@@ -75,6 +84,15 @@ async def resume(request: Request) -> Response:
 async def is_paused(request: Request) -> Response:
     """Whether requests wait for a resume."""
     return _json({"is_paused": _context(request).client.state.paused})
+
+
+@router.post("/reset_prefix_cache", response_model=None)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Share nothing with later requests that was computed until now; what runs goes on."""
+    context = _context(request)
+    _query(request, {})
+    await context.client.control("forget")
+    return _json({"status": "reset"})
 
 
 @router.post("/reload_weights", openapi_extra=request_schema(ReloadBody), response_model=None)

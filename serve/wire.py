@@ -49,7 +49,7 @@ class Control(msgspec.Struct, tag="control"):
     """What an operator asks; Controlled answers it by its `serial`.
 
     Attributes:
-        action: "pause", "resume" or "reload".
+        action: "pause", "resume", "reload" or "forget" (the shared prefixes).
         mode: of running requests: "abort" ends them, "wait" lets them end; a pause may "keep" them
             as they are.
         clear_cache: a pause forgets shared prefixes.

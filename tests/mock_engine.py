@@ -216,7 +216,7 @@ class MockEngine:
         self.rows: dict[str, _Row] = {}
         self.counters = EngineStats(pages_total=100)
         self.gate, self.weights_epoch = "open", 0
-        self.forgotten = 0
+        self.seen = None  # all prompts have been, until prefixes are forgotten
 
     @property
     def begun(self):
@@ -237,7 +237,7 @@ class MockEngine:
         self.weights_epoch += 1
 
     def forget_prefixes(self):
-        self.forgotten += 1
+        self.seen = set()
 
     def add(self, request):
         if self.config.record:
@@ -296,6 +296,13 @@ class MockEngine:
                 return True
         except FileExistsError:
             return False
+
+    def _cached(self, prompt):
+        """Half of a prompt is in the cache, unless it is the first time since a reset."""
+        known = self.seen is None or prompt in self.seen
+        if self.seen is not None:
+            self.seen.add(prompt)
+        return len(prompt) // 2 if known else 0
 
     def _finished(self, reason):
         finished = self.counters.finished
@@ -381,7 +388,7 @@ class MockEngine:
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token=token if reason == "stop" else None,
-            cached_tokens=len(request.prompt) // 2 if first else 0,
+            cached_tokens=self._cached(request.prompt) if first else 0,
             waited=(0.0, time.monotonic() - row.added) if first else None,
         )
 

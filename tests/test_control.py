@@ -77,6 +77,7 @@ def test_nobody_is_an_operator_unless_the_settings_say_so():
             server.post("/pause"),
             server.post("/resume"),
             server.get("/is_paused"),
+            server.post("/reset_prefix_cache"),
             server.post("/reload_weights", {}),
         ):
             status, _, body = answer
@@ -118,6 +119,35 @@ def test_wait_lets_end_what_runs(srv, pool):
     assert not late.done()
     srv.good(srv.post("/resume"))
     assert text(late.result(PATIENCE)) == said("abc", 8, now(srv))
+
+
+def cached(server, prompt):
+    usage = server.good(server.complete(prompt, max_tokens=1))["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("order", "forgets"),
+    [
+        ("/pause?clear_cache=true", True),
+        ("/pause?clear_cache=false", False),
+        ("/reset_prefix_cache", True),
+    ],
+)
+def test_shared_prefixes_are_forgotten_on_demand(srv, order, forgets):
+    cached(srv, "ab" * 8)
+    assert cached(srv, "ab" * 8) == 8
+    srv.good(srv.post(order))
+    srv.good(srv.post("/resume"))
+    assert cached(srv, "ab" * 8) == (0 if forgets else 8)
+    assert cached(srv, "ab" * 8) == 8
+
+
+def test_a_reset_of_the_cache_disturbs_nobody(srv, pool):
+    run = started(srv, pool)
+    assert srv.good(srv.post("/reset_prefix_cache")) == {"status": "reset"}
+    assert not run.done()
+    assert text(run.result(PATIENCE)) == said(LONG, 30, now(srv))
 
 
 def test_abort_is_the_default_and_ends_everything(srv, pool):
@@ -248,6 +278,7 @@ def test_what_does_not_fit_is_refused(srv):
         ("/pause?mode=sleep", None, "mode"),
         ("/pause?clear_cache=maybe", None, "clear_cache"),
         ("/pause?tags=x", None, "tags"),
+        ("/reset_prefix_cache?reset_external=true", None, "reset_external"),
     ):
         status, _, body = srv.post(path, fields)
         assert (status, body["error"]["param"]) == (400, name)

@@ -155,9 +155,91 @@ def test_random_chats_say_the_same_streamed_and_whole(base_url):
     assert called
 
 
-def post(base_url, body):
-    """The text that a chat request is answered with."""
-    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode())
+def ids_of(answer):
+    return answer.choices[0].token_ids
+
+
+def test_filters_of_one_token_are_greedy(client):
+    """As hot as it may be: what is left is the likeliest token alone."""
+    asked = {"temperature": 2, "seed": 1}
+    want = complete(client).choices[0].text
+    assert complete(client, **asked).choices[0].text != want
+    for filters in ({"top_k": 1}, {"min_p": 1}):
+        assert complete(client, **asked, extra_body=filters).choices[0].text == want
+    assert complete(client, **asked, top_p=1e-6).choices[0].text == want
+
+
+def test_penalties_and_allowed_tokens_change_what_is_said(client):
+    prompt, extra = "no no no no no no no no", {"return_token_ids": True}
+    fields = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
+    plain = ids_of(complete(client, **fields, extra_body=extra))
+    assert len(set(plain)) < 6  # it goes on and on
+    most = max(map(plain.count, plain))
+    for penalty in ({"frequency_penalty": 2}, {"repetition_penalty": 10}):
+        ids = ids_of(complete(client, **fields, extra_body=extra | penalty))
+        assert max(map(ids.count, ids)) < most
+    random = {**fields, "temperature": 1, "seed": 3}
+    freely = ids_of(complete(client, **random, extra_body=extra))
+    assert ids_of(complete(client, **random, presence_penalty=2, extra_body=extra)) != freely
+    allowed = extra | {"allowed_token_ids": [40, 41, 42]}
+    held = ids_of(complete(client, **random, extra_body=allowed))
+    assert set(held) <= {40, 41, 42}
+    assert len(held) == 24
+
+
+def test_a_salt_shares_no_pages_with_others(client):
+    def cached(**extra):
+        answer = complete(client, "Salt and pepper. " * 30, max_tokens=1, extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached(cache_salt="mine") == 0
+    assert cached(cache_salt="mine") > 0
+    assert cached(cache_salt="yours") == 0
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<{{ who or 'nobody' }}>{% endif %}"
+)
+SYSTEM = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n"
+)
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"chat_template": TEMPLATE}, "<user>hi<assistant>yes<nobody>"),
+        (
+            {"chat_template": TEMPLATE, "chat_template_kwargs": {"who": "you"}},
+            "<user>hi<assistant>yes<you>",
+        ),
+        ({"chat_template": TEMPLATE, "add_generation_prompt": False}, "<user>hi<assistant>yes"),
+        (
+            {"add_generation_prompt": False},
+            f"{SYSTEM}<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n",
+        ),
+        (
+            {"continue_final_message": True},
+            f"{SYSTEM}<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes",
+        ),
+    ],
+)
+def test_the_rendered_conversation_is_the_prompt(client, base_url, fields, text):
+    """What /tokenize makes of it, word for word, and what the model reads."""
+    root = base_url.removesuffix("/v1")
+    rendered = json.loads(post(root, {"messages": TURNS, **fields}, "/tokenize"))["tokens"]
+    assert json.loads(post(root, {"tokens": rendered}, "/detokenize"))["prompt"] == text
+    extra = {**fields, "return_token_ids": True}
+    answer = chat(client, messages=TURNS, max_tokens=1, extra_body=extra)
+    assert answer.prompt_token_ids == rendered
+
+
+def post(base_url, body, path="/chat/completions"):
+    """The text that a request is answered with."""
+    request = urllib.request.Request(base_url + path, json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=600) as answer:
         return answer.read().decode()

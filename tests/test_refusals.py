@@ -14,6 +14,7 @@ from test_request_values import ENDPOINTS, INSTEAD
 
 from octavo.sampling.params import MAX_INT32, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED
 from octavo.sampling.shown import shown
+from octavo.serve.absent import ABSENT
 from octavo.serve.protocol import UNSUPPORTED, DetokenizeBody, TokenizeBody
 from octavo.serve.reasoning import MAX_BUDGET
 from octavo.serve.routes_admin import ReloadBody
@@ -154,3 +155,41 @@ def test_reasons_say_what_to_do_instead(srv):
     for field, words in (("best_of", "use n"), ("suffix", "before a suffix")):
         message = srv.complete("ab", **{field: 3})[2]["error"]["message"]
         assert words in message
+
+
+@pytest.mark.parametrize("path", ABSENT)
+def test_endpoints_of_other_servers_say_why_they_are_not_here(srv, path):
+    for below in ("", "/x/y"):
+        for method in ("GET", "POST"):
+            status, _, answer = srv.request(method, path + below, b"{}")
+            if status == 405 or (path + below, method) == ("/v1/responses", "POST"):
+                continue  # there is such a path
+            assert status == 404
+            error = answer["error"]
+            assert error["message"].startswith(f"{method} {path}{below} is not offered: ")
+            assert error["code"] == "unsupported_endpoint"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/sleep?level=1", "/pause"),
+        ("/v2/models/m/infer", "KServe"),
+        ("/v2/health/ready", "KServe"),
+        ("/v2/rerank", "a model with such a head"),
+        ("/v1/load_lora_adapter", "without adapters"),
+        ("/v1/responses/resp_1/cancel", "closing the stream cancels"),
+        ("/start_profile", "octavo bench"),
+    ],
+)
+def test_later_features_are_refused_with_what_there_is_instead(srv, path, words):
+    status, _, answer = srv.post(path, {})
+    assert (status, words in answer["error"]["message"]) == (404, True)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_another_model_or_an_adapter_is_a_404_with_the_names(srv, path):
+    status, _, answer = srv.post(path, BODIES[path][1] | {"model": "sql-lora"})
+    assert status == 404
+    for words in ("'sql-lora'", "mock, alias/x", "one model, without adapters"):
+        assert words in answer["error"]["message"]

@@ -258,6 +258,18 @@ def test_without_prefix_caching_nothing_is_shared():
     assert step(loop) == [("a", 0, 9, 1), ("b", 0, 9, 1)]
 
 
+def test_prefixes_may_be_forgotten_at_any_time():
+    """Also while batches are in flight, of rows that share pages."""
+    loop = loop_of(overlap=True, max_decode_steps=4, num_pages=12)
+    for i in range(12):
+        loop.add(request(f"r{i}", (*PROMPT, i), 12))
+        loop.step()
+        loop.scheduler.reset_prefixes()
+        loop.scheduler.check()
+    assert loop.drain() == {name: alone(one) for name, one in loop.requests.items()}
+    loop.scheduler.check()
+
+
 @pytest.mark.parametrize("epoch", [1, 0])
 def test_new_weights_share_nothing_with_old_ones(epoch):
     loop = loop_of()
