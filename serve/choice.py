@@ -20,6 +20,7 @@ class Wanted:
         prompt_logprobs: alternatives a prompt token in the extension field, None for none.
         echo: completions repeat the prompt before the text.
         token_ids: report token ids beside the text.
+        tokens_as_ids: log-probabilities name tokens by their ids, not by their texts.
         usage: a stream ends with a usage event.
         timing: usage says where the time went.
         shown: special tokens that are spelled out whatever skip_special_tokens says.
@@ -32,6 +33,7 @@ class Wanted:
     prompt_logprobs: int | None = None
     echo: bool = False
     token_ids: bool = False
+    tokens_as_ids: bool = False
     usage: bool = False
     timing: bool = False
     shown: frozenset[int] = frozenset()

@@ -278,9 +278,10 @@ class Generation:
     def _logprobs(self, choice: Choice, tokens: Sequence[TokenText], offset: int) -> Any:
         top_n = self._wanted.logprobs or 0
         assert self._table is not None
+        names = objects.TokenNames(self._table, as_ids=self._wanted.tokens_as_ids)
         if self._wanted.chat:
-            return objects.chat_logprobs(tokens, top_n, self._table)
-        return objects.completion_logprobs(tokens, top_n, self._table, offset)
+            return objects.chat_logprobs(tokens, top_n, names)
+        return objects.completion_logprobs(tokens, top_n, names, offset)
 
     def _echo_chars(self, choice: Choice) -> int:
         return len(self.prompt_text(choice)[0]) if self._wanted.echo else 0

@@ -78,12 +78,33 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
+def by_id(token_id: int) -> str:
+    """A token's name where its text would not tell it from others."""
+    return f"token_id:{token_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """What log-probabilities call tokens: by their text, or all of them by their ids."""
+
+    table: TokenTable
+    as_ids: bool = False
+
+    def drawn(self, token: TokenText) -> str:
+        """The name of a token of the text."""
+        return by_id(token.token_id) if self.as_ids else token.text
+
+    def of(self, token_id: int) -> str:
+        """The name of a token that might have been there."""
+        return by_id(token_id) if self.as_ids else self.table.label(token_id)
+
+
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
 def completion_logprobs(
-    tokens: Iterable[TokenText], top_n: int, table: TokenTable, offset: int = 0
+    tokens: Iterable[TokenText], top_n: int, names: TokenNames, offset: int = 0
 ) -> dict[str, list[Any]]:
     """/v1/completions' logprobs: parallel lists; `offset` is where the text starts.
 
@@ -97,45 +118,47 @@ def completion_logprobs(
     }
     for token in tokens:
         entry = token.logprob
-        out["tokens"].append(token.text)
+        out["tokens"].append(names.drawn(token))
         out["text_offset"].append(offset + token.start)
         out["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
-        out["top_logprobs"].append(None if entry is None else _top_by_text(token, top_n, table))
+        out["top_logprobs"].append(None if entry is None else _top_by_name(token, top_n, names))
     return out
 
 
-def _top_by_text(token: TokenText, top_n: int, table: TokenTable) -> dict[str, float]:
-    """Text to log-probability of the likeliest tokens and the sampled one.
+def _top_by_name(token: TokenText, top_n: int, names: TokenNames) -> dict[str, float]:
+    """Name to log-probability of the likeliest tokens and the sampled one.
 
     Two tokens may read the same (parts of characters do): the later is then named by its id.
     """
     assert token.logprob is not None
     ranked = dict(token.logprob.top[:top_n])
     ranked.setdefault(token.token_id, token.logprob.logprob)
-    out: dict[str, float] = {token.text: _finite(ranked[token.token_id])}
+    out: dict[str, float] = {names.drawn(token): _finite(ranked[token.token_id])}
     for token_id, logprob in ranked.items():
         if token_id != token.token_id:
-            label = table.label(token_id)
-            out[f"token_id:{token_id}" if label in out else label] = _finite(logprob)
+            name = names.of(token_id)
+            out[by_id(token_id) if name in out else name] = _finite(logprob)
     return out
 
 
 def chat_logprobs(
-    tokens: Iterable[TokenText], top_n: int, table: TokenTable
+    tokens: Iterable[TokenText], top_n: int, names: TokenNames
 ) -> dict[str, list[dict[str, Any]] | None]:
     """/v1/chat/completions' logprobs: one object a token."""
     items: list[dict[str, Any]] = []
+    table = names.table
     for token in tokens:
         entry = token.logprob
         if entry is None:
             continue
         whole = table.alone(token.token_id) is not None
         raw = token.text.encode() if whole else table.raw_bytes(token.token_id)
-        item = _chat_token(token.text, entry.logprob, raw)
+        drawn = names.drawn(token)
+        item = _chat_token(drawn, entry.logprob, raw)
         item["top_logprobs"] = [
-            _chat_token(token.text, logprob, raw)
+            _chat_token(drawn, logprob, raw)
             if token_id == token.token_id
-            else _chat_token(table.label(token_id), logprob, table.raw_bytes(token_id))
+            else _chat_token(names.of(token_id), logprob, table.raw_bytes(token_id))
             for token_id, logprob in entry.top[:top_n]
         ]
         items.append(item)

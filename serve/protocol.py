@@ -148,6 +148,7 @@ class SamplingBody(StructuredBody):
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_timing: bool | None = None
 
     @property

@@ -126,6 +126,7 @@ GENERATING = {
     "skip_special_tokens": (False, params(skip_special_tokens=False), {}),
     "prompt_logprobs": (2, params(prompt_logprobs=2), {}),
     "return_token_ids": (True, {}, {}),
+    "return_tokens_as_token_ids": (True, {}, {}),
     "return_timing": (True, {}, {}),
     "response_format": (
         {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},

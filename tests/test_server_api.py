@@ -143,6 +143,23 @@ def test_logprobs(srv):
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
 
 
+def test_log_probabilities_name_tokens_by_their_ids_on_demand(srv):
+    """Those of parts of characters too, which all read alike."""
+    asked = {"logprobs": 2, "return_tokens_as_token_ids": True, "echo": True, "max_tokens": 3}
+    ids = [f"token_id:{i}" for i in "aé".encode()]
+    body = srv.good(srv.complete("aé", **asked))
+    logprobs = body["choices"][0]["logprobs"]
+    assert text(body) == "aéaé"
+    assert logprobs["tokens"] == ids * 2
+    assert logprobs["top_logprobs"][3] == {"token_id:97": -0.1, "token_id:98": -3.1}
+    events = srv.stream("/v1/completions", {"prompt": "aé", "temperature": 0, **asked})[:-1]
+    assert [n for e in events for n in e["choices"][0]["logprobs"]["tokens"]] == ids * 2
+    asked = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
+    first = srv.good(srv.chat("hey", **asked))["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], bytes(first["bytes"])) == (f"token_id:{ord('u')}", b"u")
+    assert [top["token"] for top in first["top_logprobs"]] == ["token_id:117", "token_id:118"]
+
+
 def test_echo_and_logprobs(srv):
     body = srv.good(srv.complete("abc", max_tokens=2, echo=True, logprobs=1))
     logprobs = body["choices"][0]["logprobs"]
