@@ -53,7 +53,7 @@ def create_app(context: ServerContext) -> FastAPI:
             allow_origins=context.config.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after"],
+            expose_headers=["retry-after", "x-request-id"],
         )
     return app
 

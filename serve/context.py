@@ -132,9 +132,12 @@ class ServerContext:
         assert client.ready is not None
         return client.ready
 
-    def identity(self, prefix: str) -> Identity:
-        """What a new answer says of itself, but for its weights; its id begins with `prefix`."""
-        name = f"{prefix}{uuid.uuid4().hex}"
+    def identity(self, prefix: str, own: str | None = None) -> Identity:
+        """What a new answer says of itself, but for its weights.
+
+        Its id is `prefix` and the client's `own`, or else one that no other answer has.
+        """
+        name = f"{prefix}{own or uuid.uuid4().hex}"
         software = f"octavo-{self.version}-{self.config_hash}"
         return Identity(name, int(time.time()), self.names[0], software)
 

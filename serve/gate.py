@@ -1,9 +1,11 @@
-"""What every HTTP request passes first: its arrival is noted, its API key checked and counted.
+"""What every HTTP request passes first: it gets an id, its API key is checked and counted.
 
 Plain ASGI, so that a stream's chunks pass through untouched.
 """
 
 import logging
+import re
+import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +29,9 @@ OPEN_PATHS = frozenset(
 )
 """Paths that need no key: they show no model's output."""
 
+REQUEST_ID = b"x-request-id"
+_OWN_ID = re.compile(rb"[!-~]{1,128}")
+
 log = logging.getLogger("octavo.server")
 
 
@@ -44,8 +49,9 @@ class Gate:
             return
         if scope["method"] == "HEAD":  # a GET whose answer is sent without its body
             scope = {**scope, "method": "GET"}
-        visit = Visit()
+        visit = Visit(request_id=_id_of(scope))
         scope.setdefault("state", {})["visit"] = visit
+        send = _with_id(send, visit.request_id.encode())
         try:
             leave = await self._enter(scope, visit)
         except ApiError as error:
@@ -83,6 +89,24 @@ class Gate:
             await self._app(scope, receive, watched)
         finally:
             tracing.record(scope, visit, status, self._context.names[0])
+
+
+def _id_of(scope: Scope) -> str:
+    """The id that a client or proxy has given the request; else, or if it is unfit, a new one."""
+    own = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+    return own.decode() if _OWN_ID.fullmatch(own) else uuid.uuid4().hex
+
+
+def _with_id(send: Send, request_id: bytes) -> Send:
+    """`send`, with the id among the headers."""
+
+    async def named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return named
 
 
 def _key_of(scope: Scope) -> bytes:

@@ -23,6 +23,8 @@ from octavo.sampling.params import (
 from octavo.sampling.shown import shown
 from octavo.serve.errors import invalid
 
+_OWN_ID = re.compile("[!-~]{1,128}")
+
 MIN_INT32 = -MAX_INT32 - 1
 
 # Accepted and without effect: they label, store or route, and change no token.
@@ -150,6 +152,7 @@ class SamplingBody(StructuredBody):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_timing: bool | None = None
+    request_id: str | None = None
 
     @property
     def length_field(self) -> str:
@@ -362,6 +365,9 @@ def check_combinations(body: CompletionBody | ChatBody) -> None:
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs can't be streamed", "prompt_logprobs")
     check_scheduling(body.priority, body.cache_salt)
+    if body.request_id is not None and not _OWN_ID.fullmatch(body.request_id):
+        limits = "1 .. 128 printable ASCII characters without blanks"
+        raise invalid(f"request_id must be {limits}, not {shown(body.request_id)}", "request_id")
     if isinstance(body, ChatBody):
         _check_chat(body)
 

@@ -107,8 +107,10 @@ async def _generate(
     plan: AnswerPlan | None = None,
 ) -> Response:
     """Run the samples and answer, as one JSON object or as a stream."""
-    identity = context.identity("chatcmpl-" if wanted.chat else "cmpl-")
+    prefix = "chatcmpl-" if wanted.chat else "cmpl-"
+    identity = context.identity(prefix, body.request_id)
+    unique = context.identity(prefix).id  # two requests may have the same id of their clients
     parts = (context.client, context.recorder, context.table, identity, wanted, visit_of(request))
     job = SplitGeneration(*parts, plan) if plan else Generation(*parts)
-    add_samples(job, body, wanted, ready, prompts, max_tokens, identity.id)
+    add_samples(job, body, wanted, ready, prompts, max_tokens, unique)
     return await answer(job, context, request, stream=bool(body.stream))

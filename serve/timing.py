@@ -66,11 +66,13 @@ class Visit:
 
     Attributes:
         arrived: monotonic time of its arrival.
+        request_id: its name in headers and traces; the client's own if it has one.
         key: name of the API key it came with; empty without one.
         samples: those that were submitted to the engine.
     """
 
     arrived: float = field(default_factory=time.monotonic)
+    request_id: str = ""
     key: str = ""
     samples: list[SampleTimes] = field(default_factory=list)
 

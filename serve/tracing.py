@@ -46,6 +46,7 @@ class Tracing:
             "http.request.method": scope["method"],
             "url.path": scope["path"],
             "http.response.status_code": status,
+            "octavo.request_id": visit.request_id,
             "gen_ai.request.model": model,
             "gen_ai.usage.input_tokens": sum(s.prompt_tokens for s in visit.samples),
             "gen_ai.usage.output_tokens": sum(s.completion_tokens for s in visit.samples),

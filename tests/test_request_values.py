@@ -127,6 +127,7 @@ GENERATING = {
     "prompt_logprobs": (2, params(prompt_logprobs=2), {}),
     "return_token_ids": (True, {}, {}),
     "return_tokens_as_token_ids": (True, {}, {}),
+    "request_id": ("mine", {}, {}),
     "return_timing": (True, {}, {}),
     "response_format": (
         {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},

@@ -593,6 +593,44 @@ def test_openapi_document(srv):
     assert all(r.rsplit("/", 1)[1] in document["components"]["schemas"] for r in references)
 
 
+def test_every_answer_has_its_requests_id_in_the_header(srv):
+    body = {"prompt": "ab", "max_tokens": 2}
+    asked = [
+        ("POST", "/v1/completions", body),
+        ("POST", "/v1/completions", body | {"stream": True}),
+        ("POST", "/v1/completions", {}),
+        ("POST", "/v1/messages", {}),
+        ("GET", "/v1/nothing", None),
+        ("GET", "/health", None),
+    ]
+    made = set()
+    for method, path, fields in asked:
+        for own in ("abc-1", "x" * 128):
+            _, headers, _ = srv.request(method, path, fields, {"X-Request-Id": own})
+            assert headers.get_all("x-request-id") == [own]
+        for unfit in ({}, {"X-Request-Id": "a b"}, {"X-Request-Id": "x" * 129}):
+            (new,) = srv.request(method, path, fields, unfit)[1].get_all("x-request-id")
+            assert re.fullmatch("[0-9a-f]{32}", new)
+            made.add(new)
+    assert len(made) == 3 * len(asked)
+
+
+def test_a_request_id_of_the_clients_own_names_the_answer(srv):
+    """Two at a time may have the same: they don't mix."""
+    with ThreadPoolExecutor(4) as pool:
+        prompts = ["ab", "cd", "ef", "gh"]
+        fields = {"request_id": "mine", "max_tokens": 40}
+        answers = list(pool.map(lambda prompt: srv.complete(prompt, **fields), prompts))
+    assert [text(srv.good(answer)) for answer in answers] == [prompt * 20 for prompt in prompts]
+    assert {answer[2]["id"] for answer in answers} == {"cmpl-mine"}
+    assert srv.good(srv.chat("x", request_id="mine"))["id"] == "chatcmpl-mine"
+    events = srv.stream("/v1/completions", {"prompt": "a", "max_tokens": 2, **fields})[:-1]
+    assert {event["id"] for event in events} == {"cmpl-mine"}
+    for unfit in ("", "a b", "é", "x" * 129):
+        status, _, body = srv.complete("a", request_id=unfit)
+        assert (status, body["error"]["param"]) == (400, "request_id")
+
+
 def test_keep_alive_and_answers_do_not_cross(srv):
     connection = srv.connect()
     for word in ("one", "two", "six"):

@@ -65,7 +65,7 @@ async def two_samples(scope, receive, send):
 
 
 def test_spans_of_a_request_and_its_samples():
-    spans = finished(two_samples)
+    spans = finished(two_samples, [(b"x-request-id", b"mine")])
     names = [span.name for span in spans]
     phases = ["octavo.queue", "octavo.prefill", "octavo.decode"]
     assert names == [*phases, *phases, "octavo.request"]
@@ -85,6 +85,7 @@ def test_spans_of_a_request_and_its_samples():
     assert offsets == [(0.5, 0.5), (1.0, 2.0), (3.0, 4.0)]
     want = {
         "http.response.status_code": 200,
+        "octavo.request_id": "mine",
         "gen_ai.request.model": "mock",
         "gen_ai.usage.input_tokens": 10,
         "gen_ai.usage.output_tokens": 14,
