@@ -113,6 +113,7 @@ class CoreLoop:
             busy = self._engine.has_work()
             idle = CONTROL_POLL_MS if self._controls.busy else IDLE_POLL_MS
             self.receive(0 if busy else idle)
+            busy = self._engine.has_work() or busy  # what came may end in the step that begins it
             if self._engine.has_work() and not self.step():
                 return EXIT_FAILED
             if not self.control():

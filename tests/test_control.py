@@ -60,6 +60,7 @@ def epoch(body):
 def started(server, pool, tokens=30):
     """A held completion that runs in the background, once it has its first tokens."""
     server.wait(server.idle)
+    server.good(server.post("/resume"))  # an order is answered behind the figures
     before = made(server)
     future = pool.submit(server.complete, LONG, max_tokens=tokens)
     server.wait(lambda: made(server) == before + HELD_TOKENS)
@@ -144,9 +145,10 @@ def test_shared_prefixes_are_forgotten_on_demand(srv, order, forgets):
 
 
 def test_a_reset_of_the_cache_disturbs_nobody(srv, pool):
-    run = started(srv, pool)
-    assert srv.good(srv.post("/reset_prefix_cache")) == {"status": "reset"}
-    assert not run.done()
+    with srv.hold():
+        run = started(srv, pool)
+        assert srv.good(srv.post("/reset_prefix_cache")) == {"status": "reset"}
+        assert not run.done()
     assert text(run.result(PATIENCE)) == said(LONG, 30, now(srv))
 
 

@@ -279,3 +279,18 @@ def test_shutdown_ends_the_loop(make):
 
 def test_resolve_names():
     assert core.resolve("octavo.serve.core:CoreLoop.run") is core.CoreLoop.run
+
+
+def test_figures_follow_what_came_and_went_in_one_turn(make):
+    """Before the next report is due, so that whoever looks behind an answer sees it counted."""
+    harness = make()
+    harness.now = -1.0
+    client = harness.client()
+    for message in (Hello(), add([ask("a", max_tokens=1)]), Shutdown()):
+        client.send(msgspec.msgpack.encode(message))
+    assert harness.loop.run() == 0
+    messages = []
+    while client.poll(200):
+        messages.append(msgspec.msgpack.decode(client.recv(), type=ToApi))
+    assert messages[-1].stats.generated_tokens == 1
+    assert messages[-1].stats.running == 0

@@ -155,10 +155,6 @@ def test_random_chats_say_the_same_streamed_and_whole(base_url):
     assert called
 
 
-def ids_of(answer):
-    return answer.choices[0].token_ids
-
-
 def test_filters_of_one_token_are_greedy(client):
     """As hot as it may be: what is left is the likeliest token alone."""
     asked = {"temperature": 2, "seed": 1}
@@ -167,24 +163,6 @@ def test_filters_of_one_token_are_greedy(client):
     for filters in ({"top_k": 1}, {"min_p": 1}):
         assert complete(client, **asked, extra_body=filters).choices[0].text == want
     assert complete(client, **asked, top_p=1e-6).choices[0].text == want
-
-
-def test_penalties_and_allowed_tokens_change_what_is_said(client):
-    prompt, extra = "no no no no no no no no", {"return_token_ids": True}
-    fields = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
-    plain = ids_of(complete(client, **fields, extra_body=extra))
-    assert len(set(plain)) < 6  # it goes on and on
-    most = max(map(plain.count, plain))
-    for penalty in ({"frequency_penalty": 2}, {"repetition_penalty": 10}):
-        ids = ids_of(complete(client, **fields, extra_body=extra | penalty))
-        assert max(map(ids.count, ids)) < most
-    random = {**fields, "temperature": 1, "seed": 3}
-    freely = ids_of(complete(client, **random, extra_body=extra))
-    assert ids_of(complete(client, **random, presence_penalty=2, extra_body=extra)) != freely
-    allowed = extra | {"allowed_token_ids": [40, 41, 42]}
-    held = ids_of(complete(client, **random, extra_body=allowed))
-    assert set(held) <= {40, 41, 42}
-    assert len(held) == 24
 
 
 def test_a_salt_shares_no_pages_with_others(client):
