@@ -2,12 +2,16 @@
 
 import json
 
+import jsonschema
 import numpy as np
 import pytest
+from jsonschema import FormatChecker
 from real_models import DATA, NEAR_TIE, smollm2_path
 from tiny import ARTEFACTS
 
 import octavo
+from octavo import Grammar
+from octavo.bench.grammar_schemas import SCHEMAS
 from octavo.driver import Driver
 from octavo.sampling.params import SamplingParams
 from octavo.serve.engine import Engine
@@ -179,3 +183,28 @@ def test_default_params_are_the_models(llm_with):
     llm = llm_with()
     assert llm.chat([{"role": "user", "content": "Say hello."}], greedy(3)).outputs[0].text
     assert llm.default_params(max_tokens=5).max_tokens == 5
+
+
+def test_nested_schemas_end_and_validate(loaded):
+    """Two of those of `octavo bench grammar`; what they force is not drawn token by token."""
+    compact = {"x-guidance": {"whitespace_flexible": False}}
+    schemas = {name: SCHEMAS[name] | compact for name in ("config", "order")}
+    prompts = [
+        loaded.tokenizer.encode_chat([{"role": "user", "content": f"An example of a {name}."}])
+        for name in schemas
+    ]
+    before = loaded.engine.stats().steps
+    outputs = loaded.generate(
+        prompts,
+        SamplingParams(temperature=1.0, seed=0, max_tokens=200),
+        grammar=[Grammar.json_schema(schema) for schema in schemas.values()],
+    )
+    steps = loaded.engine.stats().steps - before
+    samples = [output.outputs[0] for output in outputs]
+    ended = 0  # both do here; another processor's rounding may draw another text
+    for schema, sample in zip(schemas.values(), samples, strict=True):
+        if sample.finish_reason == "stop":
+            jsonschema.validate(json.loads(sample.text), schema, format_checker=FormatChecker())
+            ended += 1
+    assert ended
+    assert steps < max(len(sample.token_ids) for sample in samples)
