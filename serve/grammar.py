@@ -25,13 +25,17 @@ class Grammars:
     """Compiles grammars in the background and follows the samples that have one.
 
     `load` gives the model's tokens, a second's work that the first grammar starts in a thread;
-    `eos_ids` end a sample wherever its grammar may end.
+    `eos_ids` end a sample wherever its grammar may end; `trial` as in GrammarCompiler.
     """
 
     def __init__(
-        self, load: Callable[[], "LLTokenizer"], vocab_size: int, eos_ids: Sequence[int] = ()
+        self,
+        load: Callable[[], "LLTokenizer"],
+        vocab_size: int,
+        eos_ids: Sequence[int] = (),
+        trial: Callable[[Grammar], None] | None = None,
     ) -> None:
-        self._compiler = GrammarCompiler(load)
+        self._compiler = GrammarCompiler(load, trial)
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_ids)
         self._jobs: dict[str, Job] = {}

@@ -1,7 +1,8 @@
 """Grammars to llguidance matchers, in threads and within limits. No jax.
 
-llguidance bounds a grammar's size and what a compile or a mask may cost; the deadline here is the
-last resort. Equal grammars share a compile, so n samples of a prompt cost one.
+llguidance bounds a grammar's size and what a compile or a mask may cost, by its own count. The
+deadline here makes its thread no sooner free: what may never end is tried elsewhere first, see
+`grammar_trial.py`. Equal grammars share a compile, so n samples of a prompt cost one.
 """
 
 import json
@@ -10,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.sampling.shown import cut
@@ -26,6 +28,7 @@ CACHED_GRAMMARS = 64
 MAX_LEXER_STATES = 30_000
 """At one or two kilobytes each; grammars people write take hundreds."""
 
+NO_TOKENIZER = "this model has no tokenizer to follow a grammar with"
 MAX_REASON, MAX_REASON_LINE = 600, 160
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
 """What may stand between two tokens of JSON: enough to indent, too little to never come back."""
@@ -36,14 +39,21 @@ class GrammarError(ValueError):
 
 
 class Job:
-    """One grammar's compile: queued, running or done."""
+    """One grammar's compile: queued, on trial, running or done."""
 
-    def __init__(self, compile_: Callable[[], "LLMatcher"], pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        compile_: Callable[[], "LLMatcher"],
+        pool: ThreadPoolExecutor,
+        trial: Callable[[], None],
+    ) -> None:
         self._started: float | None = None
         self._compile = compile_
+        self._trial = trial
         self.future: Future[LLMatcher] = pool.submit(self._run)
 
     def _run(self) -> "LLMatcher":
+        self._trial()
         self._started = time.monotonic()
         return self._compile()
 
@@ -55,22 +65,28 @@ class Job:
     def matcher(self) -> "LLMatcher":
         """A fresh matcher, once it is settled; GrammarError if the grammar is refused."""
         if not self.future.done():
-            raise GrammarError(f"the grammar took longer than {COMPILE_SECONDS:g} s to compile")
+            raise GrammarError(too_long(COMPILE_SECONDS))
         error = self.future.exception()
         if error is None:
             return self.future.result().deep_copy()
-        if isinstance(error, GrammarError):
-            # Not `error` itself: it is kept with the grammar, and each raise would hang the frames
-            # of its callers to it, with the batch that they hold.
-            raise GrammarError(str(error)) from error
-        raise GrammarError(f"{type(error).__name__}: {shortened(str(error))}") from error
+        # Not `error` itself: it is kept with the grammar, and each raise would hang the frames of
+        # its callers to it, with the batch that they hold.
+        raise GrammarError(refusal_of(error)) from error
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, which `load` makes when the first one comes."""
+    """Compiles grammars for one tokenizer, which `load` makes when the first one comes.
 
-    def __init__(self, load: Callable[[], "LLTokenizer"]) -> None:
+    `trial` raises GrammarError for what must not be compiled here.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], "LLTokenizer"],
+        trial: Callable[[Grammar], None] | None = None,
+    ) -> None:
         self._load = load
+        self._trial = trial
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
@@ -80,11 +96,16 @@ class GrammarCompiler:
         """The compile of `grammar`, running, queued or done."""
         job = self._jobs.get(grammar)
         if job is None:
-            job = self._jobs[grammar] = Job(lambda: self._compile(grammar), self._pool)
+            job = Job(lambda: self._compile(grammar), self._pool, lambda: self._try(grammar))
+            self._jobs[grammar] = job
             if len(self._jobs) > CACHED_GRAMMARS:
                 self._jobs.popitem(last=False)
         self._jobs.move_to_end(grammar)
         return job
+
+    def _try(self, grammar: Grammar) -> None:
+        if self._trial is not None:
+            self._trial(grammar)
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
         with self._loading:
@@ -94,28 +115,43 @@ class GrammarCompiler:
 
 def no_tokens() -> "LLTokenizer":
     """The tokens of an engine without a tokenizer: GrammarError."""
-    raise GrammarError("this model has no tokenizer to follow a grammar with")
+    raise GrammarError(NO_TOKENIZER)
 
 
-def load_tokens(
-    load: Callable[[], Tokenizer | None], vocab_size: int, eos_ids: Sequence[int]
-) -> "LLTokenizer":
-    """The bytes of every token as llguidance wants them; ids the tokenizer lacks are never allowed.
+@dataclass(frozen=True)
+class TokenSource:
+    """What llguidance makes the bytes of every token of.
 
-    GrammarError for a model without a tokenizer or an end-of-sequence id, and for a tokenizer with
-    more tokens than the model or of a kind whose bytes are not known.
+    Attributes:
+        text: the tokenizer, as the tokenizers library writes it.
+        vocab_size: of the model; ids that the tokenizer lacks are never allowed.
+        eos_id: ends a text.
     """
-    from llguidance import LLTokenizer
 
+    text: str
+    vocab_size: int
+    eos_id: int
+
+    def tokenizer(self) -> "LLTokenizer":
+        """GrammarError for one with more tokens than the model, or whose bytes are not known."""
+        from llguidance import LLTokenizer
+
+        try:
+            return LLTokenizer(self.text, self.vocab_size, self.eos_id)
+        except ValueError as error:
+            raise GrammarError(f"this model's tokenizer: {error}") from error
+
+
+def token_source(
+    load: Callable[[], Tokenizer | None], vocab_size: int, eos_ids: Sequence[int]
+) -> TokenSource:
+    """Of a model's tokenizer; GrammarError if it has none, or no end-of-sequence id."""
     tokenizer = load()
     if tokenizer is None:
-        return no_tokens()
+        raise GrammarError(NO_TOKENIZER)
     if not eos_ids:
         raise GrammarError("this model has no end-of-sequence id to end a grammar with")
-    try:
-        return LLTokenizer(tokenizer.backend.to_str(), vocab_size, eos_ids[0])
-    except ValueError as error:
-        raise GrammarError(f"this model's tokenizer: {error}") from error
+    return TokenSource(tokenizer.backend.to_str(), vocab_size, eos_ids[0])
 
 
 def compile_grammar(tokenizer: "LLTokenizer", grammar: Grammar) -> "LLMatcher":
@@ -135,6 +171,18 @@ def reason(matcher: "LLMatcher") -> str:
     """Why a matcher is in error, without its internal state."""
     text = matcher.get_error().removesuffix("<non-verbose/>").strip()
     return "no text fits the grammar" if text.startswith("NoExtension") else shortened(text)
+
+
+def refusal_of(error: BaseException) -> str:
+    """What is said of a compile that raised."""
+    if isinstance(error, GrammarError):
+        return str(error)
+    return f"{type(error).__name__}: {shortened(str(error))}"
+
+
+def too_long(seconds: float) -> str:
+    """What is said of a compile that did not end."""
+    return f"the grammar took longer than {seconds:g} s to compile"
 
 
 def shortened(text: str) -> str:

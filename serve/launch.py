@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from dataclasses import asdict, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from octavo.serve.compile import ProgramKey
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.engine import Engine
 from octavo.serve.grammar import Grammars
-from octavo.serve.grammar_compile import load_tokens
+from octavo.serve.grammar_compile import COMPILE_SECONDS, token_source
+from octavo.serve.grammar_trial import Trials
 from octavo.serve.limits import GIB, Limits, Memory, page_size_of, resolve_limits
 from octavo.serve.pace import SERVING_DECODE_WAIT
 from octavo.serve.programs import ProgramBuilder, ProgramSettings
@@ -152,7 +153,7 @@ def assemble(
         scheduler,
         max_model_len=limits.max_model_len,
         eos_ids=checkpoint.eos_ids,
-        grammars=_grammars(config, checkpoint),
+        grammars=_grammars(config, checkpoint, serving=serving),
         generation=checkpoint.generation if config.generation_config == AUTO else {},
         source=checkpoint.path,
         overlap=config.overlap,
@@ -211,11 +212,16 @@ def _scheduler_config(
     )
 
 
-def _grammars(config: EngineConfig, checkpoint: Checkpoint) -> Grammars:
-    """What follows grammars; the tokenizer is loaded when the first one comes."""
+def _grammars(config: EngineConfig, checkpoint: Checkpoint, *, serving: bool) -> Grammars:
+    """What follows grammars; the tokenizer is loaded when the first one comes.
+
+    A server's grammars come from strangers, so they are tried before they are compiled.
+    """
     load = partial(load_tokenizer, config.tokenizer or checkpoint.path)
     vocab_size, eos_ids = checkpoint.config.vocab_size, checkpoint.eos_ids
-    return Grammars(partial(load_tokens, load, vocab_size, eos_ids), vocab_size, eos_ids)
+    source = cache(partial(token_source, load, vocab_size, eos_ids))
+    trial = Trials(source, COMPILE_SECONDS) if serving else None
+    return Grammars(lambda: source().tokenizer(), vocab_size, eos_ids, trial)
 
 
 def _with_max_len(model: ModelConfig, max_len: int) -> ModelConfig:

@@ -15,7 +15,7 @@ from octavo.model.sharding import kv_replicas_for, make_mesh, sharding_tree
 from octavo.serve.config import EngineConfig
 from octavo.serve.engine import Engine
 from octavo.serve.grammar import Grammars
-from octavo.serve.grammar_compile import load_tokens
+from octavo.serve.grammar_compile import token_source
 from octavo.serve.launch import assemble
 from octavo.serve.scheduler import Scheduler, SchedulerConfig
 from octavo.serve.tokenizer import Tokenizer
@@ -72,10 +72,14 @@ def tiny_tokenizer():
     return Tokenizer(backend, special_tokens={"eos_token": "</s>"}, eos_ids=(EOS,))
 
 
+def tiny_source():
+    return token_source(tiny_tokenizer, VOCAB, (EOS,))
+
+
 @cache
 def tiny_tokens():
     """The tokenizer as grammars use it."""
-    return load_tokens(tiny_tokenizer, VOCAB, (EOS,))
+    return tiny_source().tokenizer()
 
 
 NUM_PAGES = 33
