@@ -315,14 +315,19 @@ def _add_listed(
     for text, id_ in added.items():
         if isinstance(id_, bool) or not isinstance(id_, int):
             raise TokenizerError(f"{folder / 'added_tokens.json'}: {text!r} has id {id_!r:.80}")
-    present = {id_: t.content for id_, t in backend.get_added_tokens_decoder().items()}
-    wanted = {id_: {"content": text} for text, id_ in added.items() if id_ not in present}
-    wanted |= added_tokens(config, folder / "tokenizer_config.json")
-    tokens = {
-        id_: AddedToken(entry["content"], **{f: entry[f] for f in TOKEN_FLAGS if f in entry})
-        for id_, entry in sorted(wanted.items())
-        if present.get(id_, entry["content"]) == entry["content"]
+    present = backend.get_added_tokens_decoder()
+    wanted: dict[int, dict[str, Any]] = {
+        id_: {"content": text} for text, id_ in added.items() if id_ not in present
     }
+    wanted |= added_tokens(config, folder / "tokenizer_config.json")
+    tokens: dict[int, AddedToken] = {}
+    for id_, entry in sorted(wanted.items()):
+        before = present.get(id_)
+        if before is None or before.content == entry["content"]:
+            flags = {flag: entry[flag] for flag in TOKEN_FLAGS if flag in entry}
+            if before is not None and before.special:
+                flags["special"] = True  # the library goes on skipping it
+            tokens[id_] = AddedToken(entry["content"], **flags)
     backend.add_tokens(list(tokens.values()))
     for id_, token in tokens.items():
         if backend.token_to_id(token.content) != id_:

@@ -332,12 +332,13 @@ def test_flags_of_added_tokens(tmp_path):
     config["added_tokens_decoder"] = {
         "259": {"content": "<e>", "normalized": False},
         "260": {"content": "<t>", "lstrip": True, "special": True},
+        str(PAD): {"content": "<pad>", "special": False},
     }
     tokenizer = load_tokenizer(_folder(tmp_path, backend, tokenizer_config=config))
     assert tokenizer.encode("<e>a  <t>") == [259, tokenizer.encode("a")[0], 260]
     assert tokenizer.encode("<e> a")[1:] == tokenizer.encode(" a")
     assert tokenizer.special_ids == {BOS, EOS, PAD, 259, 260}
-    assert tokenizer.decode([259, 260]) == ""
+    assert tokenizer.decode([259, 260, PAD]) == ""  # a special token stays one
 
 
 def test_special_tokens_map_fills_in(tmp_path):
