@@ -230,7 +230,7 @@ def packaged_model() -> Path:
 def make_prompts(model: Path, rows: int, length: int) -> list[list[int]]:
     """`rows` stretches of the licence's text, `length` tokens each, all different."""
     code = (
-        "from octavo.serve.tokenizer import load_tokenizer; from pathlib import Path; "
+        "from octavo.serve.tokenizer_files import load_tokenizer; from pathlib import Path; "
         f"print(load_tokenizer(Path({str(model)!r})).encode(Path({str(ROOT / 'LICENSE')!r})"
         ".read_text()))"
     )

@@ -21,7 +21,8 @@ from octavo.serve.embedding import PROMPT_ONLY, check_pooling, unit_vector
 from octavo.serve.engine import Engine
 from octavo.serve.launch import build_engine
 from octavo.serve.output import Delta, OutputProcessor, SampleOutput
-from octavo.serve.tokenizer import Tokenizer, load_tokenizer
+from octavo.serve.tokenizer import Tokenizer
+from octavo.serve.tokenizer_files import load_tokenizer
 from octavo.serve.types import Grammar, Request, TokenEvent, TokenLogprob
 
 Prompt = str | Sequence[int]
@@ -221,7 +222,8 @@ class LLM:
         return zip(prompts, map(_checked, params), map(_checked_grammar, grammar), strict=True)
 
     def _job(self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None) -> "_Job":
-        if _checked_grammar(grammar) is not None:
+        grammar = _checked_grammar(grammar)
+        if grammar is not None:
             with self._driver.alone() as engine:
                 engine.grammars.compile(grammar)
         text = prompt if isinstance(prompt, str) else None

@@ -42,7 +42,7 @@ class Parts:
 def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, None when it has none."""
     from octavo.model.checkpoint.resolve import resolve_model
-    from octavo.serve.tokenizer import load_tokenizer
+    from octavo.serve.tokenizer_files import load_tokenizer
 
     return load_tokenizer(config.tokenizer or resolve_model(config.model))
 

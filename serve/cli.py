@@ -181,7 +181,7 @@ def convert(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) ->
 
 def _export_tokenizer(config: LoadedConfig, source: Path, target: Path) -> None:
     """A GGUF's tokenizer in the form that Hugging Face libraries read."""
-    from octavo.serve.tokenizer import load_tokenizer
+    from octavo.serve.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(config.engine.tokenizer or source)
     if tokenizer and not (target / "tokenizer.json").exists():

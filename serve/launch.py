@@ -43,7 +43,7 @@ from octavo.serve.scheduler import Scheduler, SchedulerConfig
 from octavo.serve.step import Graph
 from octavo.serve.step_budget import StepBudget
 from octavo.serve.timeline import Timeline
-from octavo.serve.tokenizer import load_tokenizer
+from octavo.serve.tokenizer_files import load_tokenizer
 
 log = logging.getLogger("octavo.launch")
 

@@ -12,7 +12,7 @@ from octavo.bench import engine, kernel, pace, stages, trace
 from octavo.bench.floors import Ceilings, ModelCost
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.serve import cli
-from octavo.serve.tokenizer import load_tokenizer
+from octavo.serve.tokenizer_files import load_tokenizer
 
 GGUF = FOLDER.parent / "gguf" / "tiny-llama-q8_0.gguf"
 SIZES = [

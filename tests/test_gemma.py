@@ -3,7 +3,7 @@
 import pytest
 from real_models import RealModel, gemma_path
 
-from octavo.serve.tokenizer import load_tokenizer
+from octavo.serve.tokenizer_files import load_tokenizer
 
 pytestmark = pytest.mark.slow
 

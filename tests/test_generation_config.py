@@ -16,7 +16,7 @@ from octavo.model.checkpoint.gguf import open_gguf
 from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.source import CheckpointError
 from octavo.sampling.params import SamplingParams
-from octavo.serve.tokenizer import load_tokenizer
+from octavo.serve.tokenizer_files import load_tokenizer
 
 CONFIG = replace(config_of("llama_tied"), eos_ids=(5,))
 

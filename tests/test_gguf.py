@@ -338,7 +338,7 @@ def test_a_folder_must_hold_one_model(tmp_path):
 
 def test_reading_a_file_needs_no_jax():
     code = (
-        "import sys; from octavo.serve.tokenizer import load_tokenizer; "
+        "import sys; from octavo.serve.tokenizer_files import load_tokenizer; "
         f"from octavo.model.checkpoint.gguf import open_gguf; load_tokenizer({str(DATA)!r} + "
         f"'/tiny-llama-q4_0.gguf'); open_gguf({str(DATA)!r} + '/tiny-llama-q4_0.gguf'); "
         "sys.exit('jax' in sys.modules)"

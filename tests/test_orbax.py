@@ -19,7 +19,7 @@ from octavo.model.checkpoint.orbax import MARKER, WEIGHTS, restore, save
 from octavo.model.checkpoint.source import CheckpointError
 from octavo.model.families import family_of
 from octavo.model.sharding import make_mesh, sharding_tree
-from octavo.serve.tokenizer import load_tokenizer
+from octavo.serve.tokenizer_files import load_tokenizer
 
 GGUF = Path(__file__).parent / "data" / "gguf" / "tiny-llama-q4_k_m.gguf"
 

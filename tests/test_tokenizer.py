@@ -16,7 +16,7 @@ from real_models import smollm2_path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from octavo.model.checkpoint.gguf_file import CheckpointError, GgufFile
-from octavo.serve.tokenizer import TokenizerError, load_tokenizer
+from octavo.serve.tokenizer_files import TokenizerError, load_tokenizer
 from octavo.serve.tokenizer_gguf import GgufTokenizerError, build_tokenizer
 
 DATA = Path(__file__).parent / "data"
