@@ -159,6 +159,17 @@ def body_encoded(encoding: str) -> ApiError:
     return ApiError(415, f"Content-Encoding must be identity, not {shown(encoding)}")
 
 
+def head_too_large(limit: int) -> ApiError:
+    """431: the request's head does not end."""
+    return ApiError(431, f"the request's head is longer than {limit} bytes")
+
+
+def head_too_slow(seconds: float) -> ApiError:
+    """408: the request's head did not arrive in time."""
+    text = f"the request's head did not arrive within {seconds:g} s"
+    return ApiError(408, text, kind="timeout_error")
+
+
 def body_too_slow(seconds: float) -> ApiError:
     """408: the request body did not arrive in time."""
     text = f"the request body did not arrive within {seconds:g} s"

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from octavo.serve import errors
 from octavo.serve.errors import ApiError
 from octavo.serve.http_answers import Answer, DirectWriter
 
@@ -67,7 +68,7 @@ class BoundedHttp(HttpToolsProtocol):
         if in_head and heads == self._heads:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
-                self._refuse(431, f"the request's head is longer than {HEAD_BYTES} bytes")
+                self._refuse(errors.head_too_large(HEAD_BYTES))
 
     def on_headers_complete(self) -> None:
         """The head has ended."""
@@ -122,7 +123,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What isn't HTTP gets an error object too."""
-        self._refuse(400, f"malformed HTTP: {msg}")
+        self._refuse(errors.invalid(f"malformed HTTP: {msg}"))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active, self._answer = cycle, Answer(app, cycle)
@@ -184,16 +185,16 @@ class BoundedHttp(HttpToolsProtocol):
             self._unread = None
 
     def _too_slow(self) -> None:
-        self._refuse(408, f"the request's head did not arrive within {self.head_seconds:g} s")
+        self._refuse(errors.head_too_slow(self.head_seconds))
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, error: ApiError) -> None:
         """Answer what is no request, in its turn, and close."""
         self._forget_head()
         if self._refusal:
             return
-        body = ApiError(status, message).body()
+        body = error.body()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self._refusal = STATUS_LINE[status] + head % len(body) + body
+        self._refusal = STATUS_LINE[error.status] + head % len(body) + body
         if self._in_request:  # the fault is in the body of the last request
             self._drop_last()
         self._refuse_at_last()

@@ -349,7 +349,10 @@ def test_who_sends_too_slowly_is_cut_off_but_not_who_rests():
         try:
             for name, (raw, status) in open_.items():
                 if status is not None:
-                    assert (name, raw.answer()[0]) == (name, status)
+                    said, _, body = raw.answer()
+                    assert (name, said) == (name, status)
+                    if said == 408:
+                        assert json.loads(body)["error"]["type"] == "timeout_error"
                 assert raw.rest() == b""
         finally:
             ended.set()
