@@ -4,6 +4,8 @@ And with answers that are owed given before a connection is closed.
 """
 
 import asyncio
+import socket
+import struct
 from typing import Any
 
 import httptools
@@ -106,7 +108,7 @@ class BoundedHttp(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client doesn't read, and what waits for it fills the buffer."""
         super().pause_writing()
-        self._unread = self.loop.call_later(self.send_seconds, self.transport.abort)
+        self._unread = self.loop.call_later(self.send_seconds, self._cut_off)
 
     def resume_writing(self) -> None:
         """It has read."""
@@ -168,6 +170,12 @@ class BoundedHttp(HttpToolsProtocol):
         """Whether some request has yet to be answered."""
         active = self._active
         return active is not None and not active.response_complete and not active.disconnected
+
+    def _cut_off(self) -> None:
+        """Drop the connection, with the megabytes that the kernel would go on offering."""
+        raw = self.transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def _disconnect(self, cycle: RequestResponseCycle) -> None:
         cycle.disconnected = True
