@@ -1,4 +1,6 @@
-"""`octavo bench soak`: a real `octavo serve` under mixed traffic, judged answer by answer.
+"""`octavo bench soak`: `octavo serve` under mixed traffic, judged answer by answer.
+
+The server is real, of whatever model the flags name; a tiny one makes the traffic dense.
 
 Each case is asked alone first. Then --requests requests drawn from the cases, --at_once at a time:
 streamed or whole, read or read slowly, some refused, some cut off by their client before or in the
@@ -22,6 +24,7 @@ from octavo.bench.report import Results, flag_values, rounded
 from octavo.bench.server_tree import ServerTree, started
 from octavo.bench.soak_cases import Case, bad_cases, good_cases
 from octavo.bench.soak_client import Soak, answer_of
+from octavo.bench.soak_judge import same
 from octavo.serve.event_loop import loop_factory
 
 NAME = "soak"
@@ -94,7 +97,9 @@ def soak(server: ServerTree, count: int, at_once: int, copies: int, seed: int) -
     again = asyncio.run(_alone(server, [*good, *bad]), loop_factory=loop_factory())
     faults = traffic.tally.faults
     faults += [
-        f"{name}: different afterwards" for name in expected if expected[name] != again[name]
+        f"{name}: different afterwards"
+        for name in expected
+        if not same(again[name], expected[name])
     ]
     whole = sum(traffic.tally.ends.values()) == traffic.done >= count
     return {

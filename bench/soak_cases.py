@@ -1,7 +1,6 @@
 """What the soak asks: cases with one right answer each, and requests that must be refused.
 
-Every case is greedy or seeded, so its answer is the same alone and in a crowd; `content` takes from
-an answer, streamed or whole, what must not differ.
+Every case is greedy or seeded, so its answer is the same alone and in a crowd.
 """
 
 import json
@@ -17,6 +16,8 @@ river stone market engine letter window garden captain winter music paper silver
 story island harvest signal copper lantern mountain compass thread orchard
 """
 WORDS = VOCABULARY.split()
+WITH_USAGE = ("/v1/completions", "/v1/chat/completions")
+"""Endpoints whose streams tell of usage if they are asked to."""
 TOOL = {"type": "function", "function": {"name": "find", "parameters": obj(exact=FLAG)}}
 SCHEMA = obj(colour=one_of("red", "green", "blue"), sizes=some(COUNT, 1, 2), sold=FLAG)
 
@@ -41,7 +42,9 @@ class Case:
 
     def payload(self, port: int, *, stream: bool) -> bytes:
         """The HTTP request, on a connection that is closed behind its answer."""
-        extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        extra: dict[str, Any] = {"stream": True} if stream else {}
+        if stream and self.path in WITH_USAGE:
+            extra["stream_options"] = {"include_usage": True}
         body = self.body
         data = body if isinstance(body, bytes) else json.dumps({**body, **extra}).encode()
         head = (
@@ -103,6 +106,7 @@ def _chats(rng: random.Random, copies: int) -> Iterator[_Kind]:
         seeded = {"temperature": 1.0, "seed": rng.randrange(1 << 20)}
         kinds: list[tuple[str, int, dict[str, Any]]] = [
             ("chat", 9, {"max_tokens": 25, "temperature": 0}),
+            ("chat log-probabilities", 9, {"max_tokens": 9, "logprobs": True, "top_logprobs": 2}),
             ("schema", 9, {"max_tokens": 60, "response_format": schema, **seeded}),
             ("tools", 1, {"max_tokens": 30, "tools": [TOOL], **seeded}),
             ("forced tool", 1, {"max_tokens": 40, "tools": [TOOL], "tool_choice": "required"}),
@@ -117,12 +121,14 @@ def _others(rng: random.Random, copies: int) -> Iterator[_Kind]:
     for _ in range(copies):
         messages = [{"role": "user", "content": text(rng, 5)}]
         body = {"messages": messages, "max_tokens": 15, "temperature": 0, "model": "soak"}
-        yield "message", "/v1/messages", body, False
+        yield "message", "/v1/messages", body, True
         body = {"input": text(rng, 6), "max_output_tokens": 15, "temperature": 0}
-        yield "response", "/v1/responses", body, False
+        yield "response", "/v1/responses", body, True
         body = {"prompt": text(rng, 9), "continuations": [" stone", " river bridge"]}
         yield "score", "/v1/score", body, False
         yield "embedding", "/v1/embeddings", {"input": [text(rng, 4), text(rng, 20)]}, False
+        body = {"input": text(rng, 8), "pooling": "last"}
+        yield "last embedding", "/v1/embeddings", body, False
 
 
 def bad_cases() -> list[Case]:
@@ -146,69 +152,3 @@ def bad_cases() -> list[Case]:
         ("no route", "/v1/nowhere", {"prompt": "a"}, 404),
     ]
     return [Case(name, path, body, status, streams=False) for name, path, body, status in kinds]
-
-
-def content(case: Case, data: bytes, *, streamed: bool) -> Any:
-    """What of a whole answer's body must be the same each time; ValueError if it isn't whole."""
-    if streamed:
-        return _joined(case, data)
-    found = json.loads(data)
-    if case.status != 200:
-        return found["error"]["type"]
-    if "choices" in found:
-        choices = {choice["index"]: _whole(choice) for choice in found["choices"]}
-        return [choices[i] for i in range(len(choices))], _count(found["usage"])
-    if case.path == "/v1/messages":
-        return [block.get("text") for block in found["content"]], found["stop_reason"]
-    if case.path == "/v1/responses":
-        parts = [part["text"] for item in found["output"] for part in item["content"]]
-        return parts, found["status"]
-    rows = found["data"]
-    return [len(row.get("embedding", ())) or [row["token_ids"], row["is_greedy"]] for row in rows]
-
-
-def _count(usage: dict[str, Any]) -> list[int]:
-    return [usage["prompt_tokens"], usage["completion_tokens"]]
-
-
-def _whole(choice: dict[str, Any]) -> list[Any]:
-    """[text, calls, how it ended] of a choice."""
-    message = choice.get("message", {})
-    calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
-    return [choice.get("text", message.get("content")) or "", calls, choice["finish_reason"]]
-
-
-def _call(function: dict[str, Any]) -> list[str]:
-    return [function.get("name", ""), function.get("arguments", "")]
-
-
-def _joined(case: Case, data: bytes) -> Any:
-    """The same of a stream's events."""
-    *events, done, rest = data.split(b"\n\n")
-    if done != b"data: [DONE]" or rest:
-        raise ValueError(f"{case.name}: the stream did not end: {data[-300:]!r}")
-    choices: dict[int, list[Any]] = {}
-    usage = None
-    for event in events:
-        found = json.loads(event.removeprefix(b"data: "))
-        if "error" in found:
-            raise ValueError(f"{case.name}: {found['error']}")
-        usage = found.get("usage") or usage
-        for choice in found["choices"]:
-            _grow(choices.setdefault(choice["index"], ["", [], None]), choice)
-    if usage is None or any(ended is None for _, _, ended in choices.values()):
-        raise ValueError(f"{case.name}: a part of the stream is missing")
-    return [choices[i] for i in range(len(choices))], _count(usage)
-
-
-def _grow(out: list[Any], choice: dict[str, Any]) -> None:
-    """Add a chunk's choice to what `_whole` would say of it."""
-    delta = choice.get("delta", {})
-    out[0] += choice.get("text", delta.get("content")) or ""
-    for call in delta.get("tool_calls", ()):
-        if call["index"] == len(out[1]):
-            out[1].append(["", ""])
-        name, arguments = _call(call["function"])
-        out[1][call["index"]][0] += name
-        out[1][call["index"]][1] += arguments
-    out[2] = choice["finish_reason"] or out[2]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.bench.soak_cases import Case, content
+from octavo.bench.soak_cases import Case
+from octavo.bench.soak_judge import content, same
 from octavo.bench.sse_client import ResponseParser
 
 READ_SECONDS = 120.0
@@ -129,9 +130,9 @@ class Soak:
 
     def _judge(self, case: Case, found: Any, end: str) -> None:
         wanted = self._expected[case.name]
-        if found == wanted:
+        if same(found, wanted):
             self.tally.ends[end] += 1
             return
-        others = [name for name, one in self._expected.items() if one == found]
+        others = [name for name, one in self._expected.items() if same(found, one)]
         whose = f" (that is the answer to {others})" if others else ""
         self.tally.faults.append(f"{case.name}: {found} instead of {wanted}{whose}")

@@ -1,5 +1,6 @@
-"""A short soak of a real `octavo serve` on a tiny model; `octavo bench soak` is the long one."""
+"""A short soak of `octavo serve` with a two-layer llama; `octavo bench soak` is the long one."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 from tiny import ARTEFACTS
 
 from octavo.bench import soak
-from octavo.bench.soak_cases import Case, content, good_cases
+from octavo.bench.soak_cases import Case, good_cases
 from octavo.bench.soak_client import MANNERS, Soak
+from octavo.bench.soak_judge import content, same
 
 GGUF = Path(__file__).parent / "data" / "gguf" / "tiny-llama-q8_0.gguf"
 REQUESTS = 120
@@ -45,7 +47,7 @@ def test_a_stream_says_what_the_whole_answer_says():
     whole = b'{"choices": [{"index": 0, "text": "ab", "finish_reason": "stop"}], "usage": '
     whole += b'{"prompt_tokens": 1, "completion_tokens": 2}}'
     expected = content(CASE, whole, streamed=False)
-    assert content(CASE, data, streamed=True) == expected == ([["ab", [], "stop"]], [1, 2])
+    assert content(CASE, data, streamed=True) == expected == ([["ab", [], [], "stop"]], [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,76 @@ def test_a_stream_says_what_the_whole_answer_says():
 def test_a_stream_that_is_not_whole_is_noticed(data):
     with pytest.raises(ValueError, match="c: "):
         content(CASE, data, streamed=True)
+
+
+def event(kind, **fields):
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
+USAGE = {"input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 2}
+MESSAGE = {"content": [], "stop_reason": None, "usage": {"output_tokens": 0}}
+MESSAGE_EVENTS = [
+    event("message_start", message=MESSAGE),
+    event("content_block_start", index=0, content_block={"type": "text", "text": ""}),
+    event("content_block_delta", index=0, delta={"type": "text_delta", "text": "a"}),
+    event("content_block_delta", index=0, delta={"type": "text_delta", "text": "b"}),
+    event("content_block_stop", index=0),
+    event("message_delta", delta={"stop_reason": "end_turn"}, usage=USAGE),
+    event("message_stop"),
+]
+RESPONSE = {"output": [{"content": [{"text": "ab"}]}], "status": "completed"}
+RESPONSE |= {"usage": {"input_tokens": 3, "output_tokens": 2}}
+RESPONSE_EVENTS = [
+    event("response.created", response={}),
+    event("response.output_text.delta", delta="a"),
+    event("response.output_text.delta", delta="b"),
+    event("response.completed", response=RESPONSE),
+]
+NAMED = {"/v1/messages": MESSAGE_EVENTS, "/v1/responses": RESPONSE_EVENTS}
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_named_events_say_what_the_whole_answer_says(path):
+    case, events = Case("c", path, {}), NAMED[path]
+    block = {"content": [{"text": "ab"}], "stop_reason": "end_turn", "usage": USAGE}
+    whole = block if path == "/v1/messages" else RESPONSE
+    expected = content(case, json.dumps(whole).encode(), streamed=False)
+    assert content(case, b"".join(events), streamed=True) == expected
+    assert (expected[0], expected[2]) == (["ab"], [3, 2])
+    with pytest.raises(ValueError, match="did not end"):
+        content(case, b"".join(events[:-1]), streamed=True)
+    without = b"".join(one for one in events if b'"a"' not in one)
+    if path == "/v1/messages":
+        assert not same(content(case, without, streamed=True), expected)
+    else:
+        with pytest.raises(ValueError, match="the deltas say 'b'"):
+            content(case, without, streamed=True)
+
+
+def test_numbers_may_move_by_rounding_and_no_more():
+    def scored(logprob, vector=(0.25, 0.5)):
+        row = {"token_ids": [1], "is_greedy": True, "score": logprob, "token_logprobs": [logprob]}
+        rows = json.dumps({"data": [row, {"embedding": list(vector)}]})
+        return content(Case("c", "/v1/score", {}), rows.encode(), streamed=False)
+
+    assert same(scored(-1.5), scored(-1.5002))
+    assert not same(scored(-1.5), scored(-1.51))
+    assert not same(scored(-1.5), scored(-1.5, (0.25, 0.51)))
+    assert not same(scored(-1.5), scored(-1.5, (0.25,)))
+    assert not same([[1], True], [[True], True])
+
+
+def test_log_probabilities_are_judged_however_they_come():
+    one = {"text": "a", "finish_reason": "stop", "index": 0}
+    plain = {**one, "logprobs": {"token_logprobs": [None, -0.5]}}
+    chat = {**one, "logprobs": {"content": [{"logprob": -0.5}]}}
+    for choice in (plain, chat):
+        usage = {"prompt_tokens": 1, "completion_tokens": 2}
+        whole = json.dumps({"choices": [choice], "usage": usage}).encode()
+        told = content(CASE, whole, streamed=False)
+        assert told == ([["a", [], [-0.5], "stop"]], [1, 2])
+        data = b"data: %s\n\n" % json.dumps({"choices": [choice]}).encode()
+        assert content(CASE, data + END + DONE, streamed=True) == told
 
 
 def test_another_requests_answer_is_named():
