@@ -217,10 +217,13 @@ class Generation:
     def _time(self, choice: Choice, event: TokenEvent) -> None:
         now = time.monotonic()
         since = choice.times.note(event, now)
-        count = len(event.token_ids)
-        if count and choice.sample.completion_tokens:
+        count, made = len(event.token_ids), choice.sample.completion_tokens
+        if made + count <= choice.times.measured:  # no token, or one that is made anew
+            return
+        choice.times.measured = made + count
+        if made:
             self._recorder.inter_token.observe(since / count, count)
-        elif count:
+        else:
             self._recorder.time_to_first_token.observe(now - self._visit.arrived)
 
     def _render_all(self, events: list[TokenEvent]) -> tuple[bytes, ApiError | None]:

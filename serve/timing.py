@@ -21,6 +21,7 @@ class SampleTimes:
         preemptions: times it lost its row.
         prompt_tokens, cached_tokens: their numbers.
         completion_tokens: their number, known at the end.
+        measured: tokens whose times are in the metrics, those made before it began anew included.
         max_tokens: tokens it may generate; 0 for one that generates none.
         n: samples that its prompt has, on the first of them; 0 on the others.
         finish_reason: how it ended; None while it runs.
@@ -36,6 +37,7 @@ class SampleTimes:
     preemptions: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    measured: int = 0
     finish_reason: str | None = None
 
     def note(self, event: TokenEvent, now: float) -> float:

@@ -6,6 +6,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import pytest
 from mock_server import running
 from test_server_life import start_stream
@@ -101,11 +102,20 @@ def kill(server):
 def test_a_whole_answer_outlives_the_engine_that_began_it(server, name):
     path, body = WHOLE[name]
     server.flag.touch()
+    start = measured(server)
     undisturbed = server.good(server.post(path, body))
     server.flag.unlink()
-    before = server.metric("octavo:engine_restarts_total")
+    before, middle = server.metric("octavo:engine_restarts_total"), measured(server)
     assert essence(server.good(server.post(path, body))) == essence(undisturbed)
     assert server.metric("octavo:engine_restarts_total") == before + 1
+    assert (measured(server) - middle == middle - start).all()  # no token's time is counted again
+
+
+def measured(server):
+    """Tokens, samples and times of them in the metrics."""
+    names = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+    names += ("e2e_request_latency_seconds", "request_generation_tokens")
+    return np.array([server.metric(f"vllm:{name}_count") for name in names])
 
 
 def test_a_stream_does_not(server):
