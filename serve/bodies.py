@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from octavo.sampling.shown import shown
 from octavo.serve.context import context_of, read_body
@@ -113,13 +114,27 @@ def _note_ignored(name: str) -> None:
 
 
 def _first_problem(error: ValidationError) -> ApiError:
-    problem = error.errors(include_url=False, include_context=False)[0]
-    where = [str(part) for part in problem["loc"]]
-    param = where[0] if where else None
-    # A union's branches show up in the location; of them only indices help the caller.
-    path = ".".join(
-        where[:1] + [part for part in where[1:] if part.isidentifier() or part.isdigit()]
-    )
+    problems = error.errors(include_url=False)
+    field = problems[0]["loc"][:1]
+    # A field of several types has a problem with each; the type that fits best says what is wrong.
+    ranks = [_fit(problem) if problem["loc"][:1] == field else (False, -1) for problem in problems]
+    best = [problem for problem, rank in zip(problems, ranks) if rank == max(ranks)]
+    problem, param = best[0], str(field[0]) if field else None
+    path = ".".join(map(str, [*field, *filter(_is_place, problem["loc"][1:])]))
     if problem["type"] == "missing":
         return invalid(f"{path}: this field is required", param)
-    return invalid(f"{path}: {problem['msg'].lower()}, not {shown(problem['input'])}", param)
+    if problem["type"] == "too_long":
+        most = problem.get("ctx", {}).get("max_length")
+        return invalid(f"{path} has {len(problem['input'])} entries, at most {most}", param)
+    wanted = " or ".join(dict.fromkeys(one["msg"].lower() for one in best))
+    return invalid(f"{path}: {wanted}, not {shown(problem['input'])}", param)
+
+
+def _fit(problem: ErrorDetails) -> tuple[bool, int]:
+    """How far the value got with this type: too long is of the type, then what went deepest."""
+    return problem["type"] == "too_long", len(problem["loc"])
+
+
+def _is_place(part: int | str) -> bool:
+    """Whether a part of a location is an index or a name; types of a union are neither."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float"))

@@ -53,6 +53,8 @@ def define_settings(
         for field in _shown(cls, without):
             for name in (field.name, OVERRIDE + field.name):
                 _define(values, name, hints[field.name], field.metadata["help"])
+    if "model" in values:
+        values["model"].allow_overwrite = False  # a second one would be served instead, not besides
 
 
 def _shown(cls: type, without: Collection[str]) -> list[dataclasses.Field[Any]]:

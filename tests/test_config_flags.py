@@ -166,6 +166,8 @@ BAD = [
     (["--mesh=tensor"], ["mesh", "tensor=N"]),
     (["--dtype=int8"], ["dtype", "bfloat16", "int8"]),
     (["--model="], ["model"]),
+    (["--model=a", "--model=b"], ["--model=b", "already defined as a"]),
+    (["--lora_modules=sql=/x"], ["lora_modules", "nknown"]),
     (["--seed=-1"], ["seed", "-1"]),
     (["--config=/no/such/file.py"], ["/no/such/file.py", "does not exist"]),
 ]

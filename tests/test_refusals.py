@@ -9,6 +9,7 @@ import types
 import typing
 
 import pytest
+from mock_engine import VOCAB
 from mock_server import running
 from test_request_values import ENDPOINTS, INSTEAD
 
@@ -193,3 +194,52 @@ def test_another_model_or_an_adapter_is_a_404_with_the_names(srv, path):
     assert status == 404
     for words in ("'sql-lora'", "mock, alias/x", "one model, without adapters"):
         assert words in answer["error"]["message"]
+
+
+BIASES = dict.fromkeys(map(str, range(VOCAB)), 1) | {"x" * i: 1 for i in range(1, 300)}
+IDS = f"0 .. {VOCAB - 1}"
+MANY = [f"x{i}" for i in range(17)]
+TOOLS = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]
+INSIDE = [
+    ("/v1/completions", {"prompt": [97, VOCAB]}, "prompt", str(VOCAB), IDS),
+    ("/v1/completions", {"prompt": ["a"] * 2049}, "prompt", "2049", "at most 2048"),
+    ("/v1/completions", {"prompt": ["a"] * 100, "n": 100}, "n", "10000", "at most 4096"),
+    ("/v1/completions", {"logit_bias": {"97": 101}}, "logit_bias", "101", "[-100, 100]"),
+    ("/v1/completions", {"logit_bias": {str(VOCAB): 1}}, "logit_bias", str(VOCAB), IDS),
+    (
+        "/v1/completions",
+        {"logit_bias": {str(i): 1 for i in range(513)}},
+        "logit_bias",
+        "513",
+        "512",
+    ),
+    ("/v1/completions", {"stop_token_ids": [-1]}, "stop_token_ids", "-1", IDS),
+    ("/v1/completions", {"stop_token_ids": [1] * 17}, "stop_token_ids", "17", "at most 16"),
+    ("/v1/completions", {"allowed_token_ids": [VOCAB]}, "allowed_token_ids", str(VOCAB), IDS),
+    ("/v1/completions", {"stop": MANY}, "stop", "17", "at most 16"),
+    ("/v1/completions", {"stop": ["a", 5]}, "stop", "stop.1: ", "string, not 5"),
+    ("/v1/completions", {"stop": 5}, "stop", "not 5", "string or input should be a valid list"),
+    ("/v1/chat/completions", {"tools": TOOLS}, "tools", "129", "at most 128"),
+    ("/v1/responses", {"metadata": dict.fromkeys(MANY, "v")}, "metadata", "17", "at most 16"),
+    ("/v1/messages", {"stop_sequences": MANY}, "stop_sequences", "17", "at most 16"),
+    (
+        "/v1/messages",
+        {"thinking": {"type": "enabled", "budget_tokens": 0}},
+        "thinking.budget_tokens",
+        "not 0",
+        f"1 .. {MAX_BUDGET}",
+    ),
+    ("/v1/embeddings", {"input": [VOCAB]}, "input", str(VOCAB), IDS),
+    ("/v1/score", {"prompt": [97], "continuations": [[VOCAB]]}, "continuations", str(VOCAB), IDS),
+    ("/detokenize", {"tokens": [97, -5]}, "tokens", "-5", IDS),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "name", "value", "limit"), INSIDE)
+def test_numbers_inside_a_field_are_named_with_their_range(srv, path, fields, name, value, limit):
+    status, _, answer = srv.post(path, BODIES[path][1] | fields)
+    message = answer["error"]["message"]
+    assert status == 400
+    assert answer["error"].get("param", name) == name
+    for words in (name, value, limit):
+        assert words in message
