@@ -14,6 +14,7 @@ context: one prompt of --tokens, then --generated decode steps on it, and the me
 
 import dataclasses
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -118,6 +119,8 @@ class EngineBench:
         self.flag = flag_values(values)
         self.llm = LLM(config=config)
         self.engine = self.llm.engine
+        if config.warmup == AUTO and devices.on_gpu():
+            self._warm()
         self.device: Ceilings | None = CEILINGS.get(devices.kinds()[0])
         self.cost = model_cost(self.engine)
         self._serial = self._submitted = 0
@@ -132,6 +135,14 @@ class EngineBench:
             **stamp,
         )
         self.say(what="start", seconds=rounded(time.perf_counter() - start, 2))
+
+    def _warm(self) -> None:
+        """Compile what greedy requests need, at once: one by one it would take most of the time."""
+        from octavo.serve.programs import COMMON_FLAGS
+
+        runner = self.engine.runner
+        keys = runner.builder.plain_keys(COMMON_FLAGS[:1])
+        runner.programs.warm(keys, workers=os.cpu_count() or 1, progress=True)
 
     def say(self, **fields: Any) -> None:
         """One measurement."""
@@ -305,7 +316,7 @@ def run_context(config: LoadedConfig, values: flags.FlagValues, rest: list[str])
     needed = flag["tokens"] + flag["generated"]
     engine = replace(settings(config, values), max_num_seqs=1, max_model_len=needed)
     if engine.warmup == AUTO:  # the prompt meets every size of program, and is run only once
-        engine = replace(engine, warmup="all")
+        engine = replace(engine, warmup="plain")
     with ExitStack() as stack:
         if engine.load_format == "dummy":
             folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -3,42 +3,68 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from octavo.bench.report import flag_values
 from octavo.serve.flags import UsageError
 
-HELP = """[NAME ...] [-- flags of the script]
+HELP = """[NAME ...] [--flags] [-- flags of the script]
 
+  check       every kernel against plain XLA, each in a process with a time limit
   attention   paged decode and prefill against bytes read or operations done
-  sampling    sampling programs against one read of the logits
+  prefill     of these the three prefills of 8k tokens and less
+  step        norm, rope, write and attention of a decode step, apart and in one kernel
   block       what lies between two attentions against one read of the weights, and XLA's graph
+  sampling    sampling programs against one read of the logits
 
+  --sweep     attention, prefill, block: other tunings too
   --out=FILE  append the scripts' lines to a file"""
+
+
+class Script(NamedTuple):
+    """A module of this folder, flags it is always given, and whether it knows --sweep."""
+
+    module: str
+    options: tuple[str, ...] = ()
+    sweeps: bool = False
+
+
+PREFILLS = "--only=prefill_2k_on_30k,prefill_8k,prefill_4x2k"
 KERNELS = {
-    "attention": "attention_bench",
-    "sampling": "sampling_bench",
-    "block": "block_bench",
+    "check": Script("kernel_check"),
+    "attention": Script("attention_bench", sweeps=True),
+    "prefill": Script("attention_bench", (PREFILLS,), sweeps=True),
+    "step": Script("decode_step_bench"),
+    "block": Script("block_bench", sweeps=True),
+    "sampling": Script("sampling_bench"),
 }
+DEFAULT = ("check", "attention", "step", "block", "sampling")
 
 
 def define(values: flags.FlagValues) -> None:
     """The command's flags."""
     flags.DEFINE_string("out", "", "file to append to", flag_values=values)
+    flags.DEFINE_bool("sweep", False, "other tunings too", flag_values=values)
 
 
 def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     """Run the named scripts (all by default); the exit code of the first that fails."""
-    names = [word for word in rest if not word.startswith("-")] or list(KERNELS)
+    flag = flag_values(values)
+    names = [word for word in rest if not word.startswith("-")] or list(DEFAULT)
     unknown = sorted(set(names) - set(KERNELS))
     if unknown:
         raise UsageError(f"{unknown[0]!r} is none of {', '.join(KERNELS)}")
+    fixed = [name for name in names if not KERNELS[name].sweeps]
+    if flag["sweep"] and fixed:
+        raise UsageError(f"--sweep: {fixed[0]} has one setting only")
     options = [word for word in rest if word.startswith("-")]
     for name in names:
-        command = [sys.executable, "-m", f"octavo.bench.{KERNELS[name]}", *options]
-        code = tee(command, flag_values(values)["out"])
+        script = KERNELS[name]
+        command = [sys.executable, "-m", f"octavo.bench.{script.module}", *script.options]
+        command += ["--sweep"] * flag["sweep"]
+        code = tee([*command, *options], flag["out"])
         if code:
             return code
     return 0

@@ -1,6 +1,7 @@
 """What every benchmark shares: percentiles, the line that says where it ran, results and tables."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+
+import octavo.serve
 
 VERSIONED = ("octavo", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 
@@ -75,6 +78,15 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def source_digest() -> str:
+    """Digest of the package's Python files: which code made a figure."""
+    root = Path(octavo.serve.__path__[0]).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.glob("*/**/*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class Results:

@@ -1,10 +1,12 @@
 """`octavo bench all`: every recorded figure, in stages of at most nine minutes that resume.
 
-A stage that ended well leaves a line in its results file, with the digest of the package's source;
-the next run skips it on the same device and source. --redo runs it all the same.
+A stage is a process of its own: one that fails, hangs or takes longer than its limit is ended, what
+it has measured is kept, and the next one runs. The first holds every kernel against plain XLA;
+stages whose kernel it found wrong are left out. A stage that ended well leaves a line in its
+results file, with the digest of the package's source; the next run skips it on the same device,
+source and engine settings. --redo runs it all the same.
 """
 
-import hashlib
 import json
 import os
 import signal
@@ -21,53 +23,76 @@ from typing import Any
 
 from absl import flags
 
-import octavo.serve
 from octavo.bench.plain_tokenizer import write_tokenizer
-from octavo.bench.report import Results, flag_values, hardware
+from octavo.bench.report import Results, flag_values, hardware, source_digest, table
 from octavo.serve.flags import UsageError
 
 LIMIT_SECONDS = 540
-READY_SECONDS = 300
+READY_SECONDS = 420
 SHAPE_8B, SHAPE_1B = "configs/shapes/llama3_8b", "configs/shapes/llama32_1b"
 DUMMY = ("--load_format=dummy", "--dtype=bfloat16")
 HELP = """[--flags]
 
-  --only=decode,serve   stages to run; all by default (--list names them)
+  --only=decode,serve   stages to run; all by default (--list names them, in their order)
+  --budget_minutes=25   ends by then: a stage that would not fit is left for the next run
   --results=bench/results
   --redo                run stages that are done too
-  --attention=auto      of every engine"""
+  --attention=auto --decode_block=auto  of every engine"""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One `octavo bench` command; with `server` flags, against an `octavo serve` of its own."""
+    """One `octavo bench` command; with `server` flags, against an `octavo serve` of its own.
+
+    Attributes:
+        seconds: what it takes on an H200 when programs must be compiled first, about.
+        limit: seconds after which it is ended.
+        kernel: what `check` must not have found wrong.
+    """
 
     name: str
     args: tuple[str, ...]
+    seconds: int
     server: tuple[str, ...] = ()
+    limit: int = LIMIT_SECONDS
+    kernel: str = ""
 
 
 SERVED = (
-    *("serve", "--n=1000", "--processes=8"),
+    *("serve", "--n=1000", "--processes=8", "--warmup=256"),
     *("--ttft_limit_ms=200", "--tpot_limit_ms=20"),
 )
 VOCABULARY = 128256
-SERVER = (f"--model={SHAPE_8B}", *DUMMY, "--no-prefix_caching", "--max_model_len=8320")
+SERVER = (
+    *(f"--model={SHAPE_8B}", *DUMMY, "--noprefix_caching", "--max_model_len=8320"),
+    "--warmup=plain",
+)
+MIX = ("throughput", "--max_num_seqs=1024")
+START = ("startup", f"--model={SHAPE_8B}")
+# Two cold starts in one stage: few enough sizes of program.
+SMALL_SET = ("--max_num_seqs=8", "--max_batch_tokens=1024", "--warmup=plain")
 
 STAGES = (
-    Stage("kernel", ("kernel", "attention", "sampling")),
-    Stage("block", ("kernel", "block")),
-    Stage("decode", ("decode", "prefill", "trace", f"--model={SHAPE_8B}")),
-    Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20")),
-    Stage("throughput", ("throughput", f"--model={SHAPE_8B}", "--max_num_seqs=1024")),
-    Stage("serve", (*SERVED, "--rates=4,16,32", "--concurrency=256"), SERVER),
-    Stage("crowds", (*SERVED, "--concurrency=1,8,32,64,128", "--rounds=16"), SERVER),
-    Stage("small", ("decode", "prefill", "trace", f"--model={SHAPE_1B}")),
-    Stage("small_mix", ("throughput", f"--model={SHAPE_1B}", "--max_num_seqs=1024")),
-    Stage("startup", ("startup", f"--model={SHAPE_8B}", "--warmup=all")),
-    Stage("builds", ("startup", f"--model={SHAPE_8B}", "--warmup=all", "--starts=cold,cold")),
-    Stage("context", ("context", f"--model={SHAPE_1B}", "--tokens=1000000")),
+    Stage("check", ("kernel", "check"), 60, limit=240),
+    Stage("block", ("kernel", "block"), 180, limit=300, kernel="block"),
+    Stage("step", ("kernel", "step"), 180, limit=300, kernel="raw"),
+    Stage("prefill", ("kernel", "prefill"), 120, limit=240, kernel="prefill"),
+    Stage("decode", ("decode", "prefill", "trace", f"--model={SHAPE_8B}"), 400),
+    Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20"), 100),
+    Stage("throughput", (*MIX, f"--model={SHAPE_8B}"), 320),
+    Stage("serve", (*SERVED, "--rates=4,16,32", "--concurrency=256"), 400, SERVER),
+    Stage("small", ("decode", "prefill", "trace", f"--model={SHAPE_1B}"), 300),
+    Stage("startup", (*START, "--warmup=all"), 420),
+    Stage("small_mix", (*MIX, f"--model={SHAPE_1B}"), 200),
+    Stage("crowds", (*SERVED, "--concurrency=1,8,32,64,128", "--rounds=16"), 200, SERVER),
+    Stage("kernel", ("kernel", "attention"), 240),
+    Stage("block_sweep", ("kernel", "block", "--sweep"), 300, kernel="block"),
+    Stage("prefill_sweep", ("kernel", "prefill", "--sweep"), 200, kernel="prefill"),
+    Stage("sampling", ("kernel", "sampling"), 240),
+    Stage("context", ("context", f"--model={SHAPE_1B}", "--tokens=1000000"), 420),
+    Stage("builds", (*START, *SMALL_SET, "--starts=cold,cold"), 400),
 )
+"""In the order of their run: what decides most for its time comes first."""
 
 
 def define(values: flags.FlagValues) -> None:
@@ -75,8 +100,10 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list("only", [], "stages", flag_values=values)
     flags.DEFINE_bool("list", False, "name the stages", flag_values=values)
     flags.DEFINE_bool("redo", False, "also what is done", flag_values=values)
+    flags.DEFINE_float("budget_minutes", 0.0, "0: no end", lower_bound=0, flag_values=values)
     flags.DEFINE_string("results", "bench/results", "folder", flag_values=values)
     flags.DEFINE_string("attention", "auto", "implementation", flag_values=values)
+    flags.DEFINE_string("decode_block", "auto", "between attentions", flag_values=values)
 
 
 def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
@@ -87,18 +114,41 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     if rest or unknown:
         raise UsageError(f"--only: {(rest or unknown)[0]!r} is none of {', '.join(known)}")
     if flag["list"]:
-        print("\n".join(f"{stage.name:<12}{' '.join(stage.args)}" for stage in STAGES))
+        words = ((stage.name, stage.seconds, " ".join(stage.args)) for stage in STAGES)
+        print("\n".join(f"{name:<14}{seconds:>4} s  {args}" for name, seconds, args in words))
         return 0
-    failed = False
+    ending = time.monotonic() + flag["budget_minutes"] * 60 if flag["budget_minutes"] else None
+    engine = tuple(f"--{name}={flag[name]}" for name in ("attention", "decode_block"))
+    folder, ends = Path(flag["results"]), []
     for stage in STAGES:
-        if only and stage.name not in only:
-            continue
-        out = Path(flag["results"]) / f"{stage.name}_{slug(hardware()['device'])}.jsonl"
-        if is_done(out, stage.name) and not flag["redo"]:
-            print(f"{stage.name}: done, see {out}", file=sys.stderr)
-            continue
-        failed |= not run_stage(stage, out, (f"--attention={values['attention'].value}",))
-    return int(failed)
+        if not only or stage.name in only:
+            end, seconds = run_next(stage, folder, engine, ending, redo=flag["redo"])
+            ends.append({"stage": stage.name, "end": end, "seconds": seconds})
+            print(f"{stage.name}: {end}", file=sys.stderr, flush=True)
+    print(table(ends, ("stage", "end", "seconds")), file=sys.stderr)
+    return int(any(end["end"].startswith("failed") for end in ends))
+
+
+def run_next(
+    stage: Stage, folder: Path, engine: tuple[str, ...], ending: float | None, *, redo: bool
+) -> tuple[str, float | None]:
+    """How a stage ended, or why it was not run; and its seconds."""
+    out = results_of(folder, stage.name)
+    if is_done(out, stage.name, engine) and not redo:
+        return f"done before, see {out}", None
+    if stage.kernel and stage.kernel in wrong_kernels(results_of(folder, "check")):
+        return f"left out: kernel {stage.kernel} failed its check", None
+    left = float(stage.limit) if ending is None else ending - time.monotonic()
+    if left < stage.seconds:
+        return f"left out: takes {stage.seconds} s, {max(left, 0):.0f} are left", None
+    print(f"{stage.name}: about {stage.seconds} s ...", file=sys.stderr, flush=True)
+    problem, seconds = run_stage(stage, out, engine, min(stage.limit, left))
+    return (f"failed: {problem}" if problem else "done"), seconds
+
+
+def results_of(folder: Path, name: str) -> Path:
+    """A stage's results file for this machine's device."""
+    return folder / f"{name}_{slug(hardware()['device'])}.jsonl"
 
 
 def slug(device: str) -> str:
@@ -107,29 +157,35 @@ def slug(device: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in "_".join(words))[:40]
 
 
-def source_digest() -> str:
-    """Digest of the package's Python files: which code made a figure."""
-    root = Path(octavo.serve.__path__[0]).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.glob("*/**/*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def is_done(out: Path, name: str) -> bool:
-    """Whether a stage has ended well with this source on this device."""
+def lines_here(out: Path, **wanted: Any) -> list[dict[str, Any]]:
+    """The lines of a results file with these fields, of this source and device, oldest first."""
     if not out.exists():
-        return False
-    wanted = {"what": "stage", "stage": name, "ok": True, "source": source_digest()}
-    lines = (json.loads(line) for line in out.read_text(encoding="utf-8").splitlines() if line)
-    return any(
-        wanted.items() <= line.items() and line.get("device") == hardware()["device"]
-        for line in lines
-    )
+        return []
+    wanted |= {"source": source_digest(), "device": hardware()["device"]}
+    found = []
+    for line in out.read_text(encoding="utf-8").splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:  # a line whose writer was ended in its middle
+            continue
+        if wanted.items() <= fields.items():
+            found.append(fields)
+    return found
 
 
-def run_stage(stage: Stage, out: Path, engine: tuple[str, ...]) -> bool:
-    """Run one stage within its time; whether it ended well."""
+def is_done(out: Path, name: str, engine: tuple[str, ...]) -> bool:
+    """Whether a stage has ended well with this source and engine settings on this device."""
+    return bool(lines_here(out, what="stage", stage=name, ok=True, engine=list(engine)))
+
+
+def wrong_kernels(out: Path) -> set[str]:
+    """Kernels that the latest check with this source on this device found wrong."""
+    latest = {line["kernel"]: line["ok"] for line in lines_here(out, what="check")}
+    return {name for name, good in latest.items() if not good}
+
+
+def run_stage(stage: Stage, out: Path, engine: tuple[str, ...], limit: float) -> tuple[str, float]:
+    """Run one stage within `limit` seconds; what went wrong ("" if nothing), and its seconds."""
     start = time.monotonic()
     takes_engine = stage.args[0] not in ("serve", "kernel")
     args = [*stage.args, f"--out={out}", *(engine if takes_engine else ())]
@@ -137,12 +193,12 @@ def run_stage(stage: Stage, out: Path, engine: tuple[str, ...]) -> bool:
     problem = ""
     try:
         if stage.server:
-            with server([*stage.server, *engine]) as url:
-                code = bounded([*command, f"--url={url}"], start)
+            with server([*stage.server, *engine], min(READY_SECONDS, limit)) as url:
+                code = bounded([*command, f"--url={url}"], start + limit)
         else:
-            code = bounded(command, start)
+            code = bounded(command, start + limit)
         problem = f"exit code {code}" if code else ""
-    except (TimeoutError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         problem = str(error)
     seconds = round(time.monotonic() - start, 1)
     Results(str(out)).say(
@@ -154,17 +210,17 @@ def run_stage(stage: Stage, out: Path, engine: tuple[str, ...]) -> bool:
         source=source_digest(),
         engine=list(engine),
     )
-    return not problem
+    return problem, seconds
 
 
-def bounded(command: list[str], start: float) -> int:
-    """Run a command until LIMIT_SECONDS after `start`; its exit code, or TimeoutError."""
-    left = max(1.0, start + LIMIT_SECONDS - time.monotonic())
+def bounded(command: list[str], ending: float) -> int:
+    """Run a command until the clock says `ending`; its exit code, or TimeoutError."""
+    left = max(1.0, ending - time.monotonic())
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             return process.wait(left)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"longer than {LIMIT_SECONDS} s") from None
+            raise TimeoutError("ended by its time limit") from None
         finally:
             end(process)
 
@@ -177,8 +233,8 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 @contextmanager
-def server(args: list[str]) -> Iterator[str]:
-    """The URL of an `octavo serve` of random weights that is ready; ended with the block."""
+def server(args: list[str], ready: float) -> Iterator[str]:
+    """The URL of an `octavo serve` of random weights, up within `ready` s; ended with the block."""
     from octavo.bench.load import Target
     from octavo.bench.serve import reach
 
@@ -191,7 +247,7 @@ def server(args: list[str]) -> Iterator[str]:
     process = subprocess.Popen(command, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
-        reach(Target(url), READY_SECONDS, alive=lambda: process.poll() is None)
+        reach(Target(url), ready, alive=lambda: process.poll() is None)
         yield url
         process.terminate()
         process.wait(30)

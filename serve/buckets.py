@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
 HALVED_FROM = 256
 """Tokens from which a class lies between each power of 2 and the next."""
@@ -74,13 +75,15 @@ def make_buckets(
 
     `fine` (GPU) doubles up to HALVED_FROM; beyond, where a step's time grows with its tokens, one
     class lies between each power of 2 and the next. Coarse (CPU, where a bucket costs seconds of
-    compile) quadruples.
+    compile) quadruples. A class of pages is a program more for each class of tokens, and unused
+    pages cost next to no work: one that saves less than a quarter of the next is left out.
     """
     classes = _fine if fine else _coarse
+    pages = _classes(128, max_pages, 8)
     return Buckets(
         decode_rows=classes(1, max_num_seqs),
         mixed_tokens=classes(min(32, max_batch_tokens), max_batch_tokens),
-        pages=_classes(128, max_pages, 8),
+        pages=tuple(a for a, b in pairwise(pages) if 4 * a <= 3 * b) + pages[-1:],
         max_num_seqs=max_num_seqs,
     )
 

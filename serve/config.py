@@ -75,7 +75,8 @@ class EngineConfig:
     )
     warmup: str = setting(
         AUTO,
-        "compiled at start: all, common (plain short requests), lazy (nothing, all at first use); "
+        "compiled at start: all, plain (greedy and random requests of every length and number), "
+        "common (such that are short and come singly), lazy (nothing, all at first use); "
         "auto: all in a GPU server, common in a CPU server, else lazy",
     )
     artefact_dir: str = setting(AUTO, "where compiled programs are kept; empty: nowhere")
@@ -89,7 +90,7 @@ class EngineConfig:
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "attention", ATTENTION_IMPLS)
         _one_of(self, "decode_block", DECODE_BLOCKS)
-        _one_of(self, "warmup", (AUTO, "all", "common", "lazy"))
+        _one_of(self, "warmup", (AUTO, "all", "plain", "common", "lazy"))
         if not self.model:
             raise ValueError("model must name a path, a Hugging Face id or a packaged model")
         self.tensor_parallel  # noqa: B018  (validates mesh)

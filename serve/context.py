@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from fastapi import Request, Response
 
+import octavo.serve
 from octavo.sampling.shown import shown
 from octavo.serve import errors
 from octavo.serve.auth import KeyRing
@@ -56,7 +56,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.version = version("octavo")
+        self.version = octavo.__version__
         self.names = tuple(self.config.served_model_name) or (self.engine_config.model,)
         digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
         self.config_hash = digest[:12]

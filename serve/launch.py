@@ -100,8 +100,9 @@ def _warm(engine: Engine, config: EngineConfig, *, serving: bool) -> None:
     if wanted == "all":
         programs.warm(builder.warmup_keys(), workers=workers, progress=config.progress)
         programs.seal()
-    elif wanted == "common":
-        programs.warm(builder.common_keys(), workers=workers, progress=config.progress)
+    elif wanted in ("plain", "common"):
+        keys = builder.plain_keys() if wanted == "plain" else builder.common_keys()
+        programs.warm(keys, workers=workers, progress=config.progress)
 
 
 def load(config: EngineConfig, *, to_run: bool = True) -> Checkpoint:

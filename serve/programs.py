@@ -1,5 +1,6 @@
 """Which programs the engine has, and how each is lowered: static choices and abstract arguments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -144,6 +145,18 @@ class ProgramBuilder:
         keys += [ProgramKey("pool", size=size) for size in tokens]
         keys += [ProgramKey("reset", size=size) for size in self.settings.reset_sizes()]
         return keys
+
+    def plain_keys(self, flags: Sequence[SamplingFlags] = COMMON_FLAGS) -> list[ProgramKey]:
+        """What requests of `flags` need, without log-probabilities of prompts, in any company."""
+        buckets = self.settings.buckets.all()
+        singly = self.settings.max_decode_steps == 1
+        stepped = [bucket for bucket in buckets if singly or not bucket.is_decode]
+        keys = [ProgramKey("forward", bucket) for bucket in stepped]
+        if not singly:
+            decode = [bucket for bucket in buckets if bucket.is_decode]
+            keys += [self.decode_key(bucket, one) for one in flags for bucket in decode]
+        rows = sorted({bucket.rows for bucket in stepped})
+        return keys + [self.sample_key(size, one) for one in flags for size in rows]
 
     def common_keys(self) -> list[ProgramKey]:
         """What plain requests need that come one after the other, with prompts of usual length."""

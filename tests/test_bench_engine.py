@@ -5,13 +5,16 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
 from family_data import FOLDER
 from tiny import ARTEFACTS, tiny_config
 
-from octavo.bench import engine, kernel, pace, stages, trace
+from octavo.bench import engine, kernel, kernel_check, pace, stages, trace
 from octavo.bench.floors import Ceilings, ModelCost
 from octavo.bench.plain_tokenizer import write_tokenizer
+from octavo.bench.report import Results
 from octavo.serve import cli
+from octavo.serve.flags import define_settings, parse_settings
 from octavo.serve.tokenizer_files import load_tokenizer
 
 GGUF = FOLDER.parent / "gguf" / "tiny-llama-q8_0.gguf"
@@ -168,6 +171,7 @@ def test_benches_of_the_engine_need_no_server_installed():
         (["context", "decode"], "no arguments"),
         (["startup", "--starts=hot"], "cold or warm"),
         (["kernel", "matmul"], "'matmul' is none of"),
+        (["kernel", "sampling", "--sweep"], "sampling has one setting only"),
         (["all", "--only=decode,x"], "'x' is none of"),
     ],
 )
@@ -191,42 +195,139 @@ def test_a_made_up_tokenizer_has_a_text_for_each_id(tmp_path):
 # Stages ------------------------------------------------------------------------------------------
 
 
+def staged_as(*names, **fields):
+    return tuple(stages.Stage(name, (name,), 60, **fields) for name in names)
+
+
 @pytest.fixture
 def staged(monkeypatch):
-    """Two stages of shell commands in place of benchmarks; returns what they ran."""
+    """Stages of nothing in place of benchmarks; returns what they ran."""
     ran = []
 
-    def bounded(command, start):
+    def bounded(command, ending):
         stage = command[command.index("bench") + 1]
         ran.append(stage)
         if stage == "slow":
-            raise TimeoutError("longer than 540 s")
+            raise TimeoutError("ended by its time limit")
         return int(stage == "bad")
 
     monkeypatch.setattr(stages, "bounded", bounded)
-    names = ("good", "bad", "slow")
-    monkeypatch.setattr(stages, "STAGES", tuple(stages.Stage(n, (n,)) for n in names))
+    monkeypatch.setattr(stages, "STAGES", staged_as("good", "bad", "slow"))
     return ran
 
 
-def test_stages_that_ended_well_are_not_run_again(tmp_path, staged, monkeypatch):
+def test_stages_that_ended_well_are_not_run_again(tmp_path, staged, monkeypatch, capsys):
     run = ["bench", "all", f"--results={tmp_path}"]
     assert cli.main(run) == 1
     assert cli.main(run) == 1
     assert staged == ["good", "bad", "slow", "bad", "slow"]
+    said = capsys.readouterr().err
+    assert "bad: failed: exit code 1" in said
+    assert "slow: failed: ended by its time limit" in said
+    assert "good: done before, see " in said
     assert cli.main([*run, "--only=good", "--redo"]) == 0
     assert staged[-1] == "good"
+    # Figures of other engine settings, or of other code, are others.
+    assert cli.main([*run, "--only=good", "--decode_block=mosaic"]) == 0
     monkeypatch.setattr(stages, "source_digest", lambda: "other code")
     assert cli.main([*run, "--only=good"]) == 0
-    assert len(staged) == 7
+    assert len(staged) == 8
     (path,) = tmp_path.glob("slow_*.jsonl")
-    assert [line["problem"] for line in lines_of(path)] == ["longer than 540 s"] * 2
+    assert [line["problem"] for line in lines_of(path)] == ["ended by its time limit"] * 2
 
 
-def test_a_stage_that_takes_too_long_is_ended(monkeypatch):
-    monkeypatch.setattr(stages, "LIMIT_SECONDS", 0)
-    with pytest.raises(TimeoutError):
+def test_a_line_that_was_cut_off_hides_no_other(tmp_path, staged):
+    run = ["bench", "all", f"--results={tmp_path}", "--only=good"]
+    assert cli.main(run) == 0
+    (path,) = tmp_path.glob("good_*.jsonl")
+    path.write_text('{"what": "dec\n' + path.read_text() + '{"what"')
+    assert cli.main(run) == 0
+    assert staged == ["good"]
+
+
+def test_a_stage_that_would_not_fit_is_left_for_the_next_run(tmp_path, staged, monkeypatch, capsys):
+    small = stages.Stage("small", ("small",), 0)
+    monkeypatch.setattr(stages, "STAGES", (*staged_as("good"), small))
+    run = ["bench", "all", f"--results={tmp_path}", "--budget_minutes=0.5"]
+    assert cli.main(run) == 0
+    assert staged == ["small"]
+    assert "good: left out: takes 60 s, " in capsys.readouterr().err
+
+
+def test_stages_of_a_kernel_that_failed_its_check_are_left_out(
+    tmp_path, staged, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        stages, "STAGES", (*staged_as("x", kernel="x"), *staged_as("y", kernel="y"))
+    )
+    checks = Results(str(stages.results_of(tmp_path, "check")), source=stages.source_digest())
+    for name, ok in (("x", True), ("y", False), ("x", False), ("y", True)):
+        checks.say(what="check", kernel=name, ok=ok)
+    assert cli.main(["bench", "all", f"--results={tmp_path}"]) == 0
+    assert staged == ["y"]
+    assert "x: left out: kernel x failed its check" in capsys.readouterr().err
+
+
+def test_a_stage_that_takes_too_long_is_ended():
+    with pytest.raises(TimeoutError, match="ended by its time limit"):
         stages.bounded([sys.executable, "-c", "import time; time.sleep(60)"], -1e9)
+
+
+def test_every_stage_fits_its_limit_and_names_a_kernel_that_is_checked():
+    for stage in stages.STAGES:
+        assert stage.seconds <= stage.limit <= stages.LIMIT_SECONDS
+        assert stage.kernel in ("", *kernel_check.KERNELS)
+
+
+TRIED = '{"tried": "a", "error": %s, "steady": %s}'
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        (f"print({TRIED % ('0.001', 'true')!r})", None),
+        (f"print({TRIED % ('0.5', 'true')!r})", "a: error 0.5, steady True"),
+        (f"print({TRIED % ('NaN', 'true')!r})", "a: error nan, steady True"),
+        (f"print({TRIED % ('0.001', 'false')!r})", "a: error 0.001, steady False"),
+        (f"print({TRIED % ('0.001', 'true')!r}); raise SystemExit('lost')", "lost"),
+        (
+            f"import time; print({TRIED % ('0.001', 'true')!r}, flush=True); time.sleep(60)",
+            "no end within 8 s",
+        ),
+        ("pass", "nothing was tried"),
+    ],
+)
+def test_a_kernel_is_good_if_its_process_ends_and_its_results_are_close_and_steady(code, problem):
+    found = kernel_check.judged([sys.executable, "-c", code], 8 if "sleep" in code else 60)
+    assert (found["ok"], found["problem"]) == (problem is None, problem)
+    assert len(found["tried"]) == (code != "pass")
+
+
+def test_without_a_gpu_no_kernel_is_good(tmp_path):
+    out = tmp_path / "check.jsonl"
+    args = ["--kernels=write", "--limit=200"]
+    assert cli.main(["bench", "kernel", "check", f"--out={out}", "--", *args]) == 1
+    (line,) = lines_of(out)
+    assert (line["what"], line["kernel"], line["ok"]) == ("check", "write", False)
+    assert "needs a Hopper GPU" in line["problem"]
+    assert line["source"] == stages.source_digest()
+
+
+def test_every_stage_names_flags_that_its_commands_have():
+    from octavo.bench.commands import COMMANDS
+
+    for stage in stages.STAGES:
+        parsed([*stage.args, "--out=x"], COMMANDS[stage.args[0]])
+        parsed(["serve", *stage.server, "--attention=auto", "--port=1"], cli.COMMANDS["serve"])
+
+
+def parsed(words, command):
+    """Raises for a flag that the command doesn't have, or a setting out of its range."""
+    values = flags.FlagValues()
+    define_settings(values, command.settings, command.without)
+    command.define(values)
+    assert not [word for word in values(words)[1:] if word.startswith("-")]
+    parse_settings(values, command.settings)
 
 
 def test_stage_names_flags_and_devices():

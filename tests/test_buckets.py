@@ -59,6 +59,22 @@ def test_fine_classes_waste_at_most_half_of_a_step():
         assert buckets.mixed(tokens, 1, 1).tokens <= 1.5 * tokens
 
 
+@pytest.mark.parametrize(
+    ("longest", "classes"),
+    [
+        (5, (5,)),
+        (128, (128,)),
+        (130, (130,)),
+        (170, (170,)),
+        (171, (128, 171)),
+        (1300, (128, 1300)),
+        (2048, (128, 1024, 2048)),
+    ],
+)
+def test_a_class_of_pages_saves_at_least_a_quarter_of_the_next(longest, classes):
+    assert make_buckets(4, 32, longest, fine=True).pages == classes
+
+
 def test_more_than_the_engine_takes_is_an_error():
     with pytest.raises(ValueError, match="5 exceeds the largest class 4"):
         make_buckets(4, 32, 8, fine=False).decode(5, 1)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import octavo
+
 ROOT = Path(__file__).parent.parent
 OURS = {
     "cache": set(),
@@ -116,8 +118,9 @@ def test_host_modules_load_without_jax():
 
 
 def test_declared_packages_are_those_on_disk():
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    packages = set(tools["setuptools"]["packages"])
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert declared["project"]["version"] == octavo.__version__
+    packages = set(declared["tool"]["setuptools"]["packages"])
     on_disk = {"octavo"} | {
         "octavo." + ".".join(path.parent.relative_to(ROOT).parts)
         for folder in OURS
