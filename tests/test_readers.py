@@ -56,7 +56,7 @@ def test_who_stops_reading_a_stream_is_cut_off_and_its_sample_ends(server, path)
     body = fields_of(path, MORE, stream=True)
     before = server.metric("octavo:client_disconnects_total")
     with sent(server, path, body, small=True) as raw:
-        server.wait(lambda: others_are_served(server) and was_reset(raw))
+        server.wait(lambda: others_are_served(server) and was_reset(raw), 4 * PATIENCE)
         server.wait(server.idle)
     ended = server.metric("octavo:client_disconnects_total") - before
     assert ended <= 1  # none if too much waited for it first
@@ -65,7 +65,7 @@ def test_who_stops_reading_a_stream_is_cut_off_and_its_sample_ends(server, path)
 def test_who_stops_reading_a_whole_answer_is_cut_off(server):
     body = {"prompt": "ab", "n": 12, "max_tokens": 1500, "logprobs": 20, "temperature": 1}
     with sent(server, "/v1/completions", body, small=True) as raw:
-        server.wait(lambda: others_are_served(server) and was_reset(raw))
+        server.wait(lambda: others_are_served(server) and was_reset(raw), 4 * PATIENCE)
     server.wait(server.idle)
 
 
