@@ -5,6 +5,7 @@ import errno
 import json
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mock_server import PATIENCE, running
@@ -121,3 +122,21 @@ def test_who_leaves_at_the_last_event_harms_nobody(server, path, whole):
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     server.wait(server.idle)
     assert others_are_served(server)
+
+
+def test_a_request_that_takes_too_long_ends_on_each_endpoint():
+    """All at once, streamed and whole: the held answers get no further than their first tokens."""
+    asked = [(path, stream) for path in LONG for stream in (True, False)]
+
+    def outcome(path, stream):
+        status, _, body = server.post(path, fields_of(path, 1900, stream=stream))
+        return status, body if stream else json.dumps(body).encode()
+
+    with running(request_timeout=5.0) as server, ThreadPoolExecutor(len(asked)) as pool:
+        with server.hold():
+            outcomes = list(pool.map(outcome, *zip(*asked)))
+        for (path, stream), (status, body) in zip(asked, outcomes):
+            assert (path, stream, status) == (path, stream, 200 if stream else 408)
+            assert b"took longer than 5 s" in body
+            assert not stream or body.count(b"event") or body.endswith(b"data: [DONE]\n\n")
+        server.wait(server.idle)
