@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import chat_cases
@@ -155,6 +156,13 @@ def test_random_chats_say_the_same_streamed_and_whole(base_url):
     assert called
 
 
+IDS = {"return_token_ids": True}
+
+
+def ids_of(answer, field="token_ids"):
+    return getattr(answer.choices[0], field)
+
+
 def test_filters_of_one_token_are_greedy(client):
     """As hot as it may be: what is left is the likeliest token alone."""
     asked = {"temperature": 2, "seed": 1}
@@ -163,6 +171,34 @@ def test_filters_of_one_token_are_greedy(client):
     for filters in ({"top_k": 1}, {"min_p": 1}):
         assert complete(client, **asked, extra_body=filters).choices[0].text == want
     assert complete(client, **asked, top_p=1e-6).choices[0].text == want
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(0, 0), (2, 0), (0, 1.5), (-1, 0.5)])
+def test_penalties_are_taken_off_what_was_said(client, presence, frequency):
+    """Worked out from the log-probabilities, which are of the raw logits."""
+    choice = complete(
+        client,
+        max_tokens=24,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logprobs=20,
+        extra_body={"return_tokens_as_token_ids": True},
+    ).choices[0]
+    said = Counter()
+    for token, raw in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True):
+        left = {t: v - presence * (t in said) - frequency * said[t] for t, v in raw.items()}
+        assert token == max(left, key=left.get)
+        said[token] += 1
+    assert said.total() == 24
+
+
+def test_repetition_penalty_and_allowed_tokens(client):
+    prompt = ids_of(complete(client, extra_body=IDS), "prompt_token_ids")
+    ids = ids_of(complete(client, extra_body=IDS | {"repetition_penalty": 10}))
+    assert len({*prompt, *ids}) == len(set(prompt)) + len(ids)  # nothing was said again
+    allowed = {"allowed_token_ids": [40, 41, 42]}
+    held = ids_of(complete(client, temperature=1, seed=3, extra_body=IDS | allowed))
+    assert set(held) <= {40, 41, 42}
 
 
 def test_a_salt_shares_no_pages_with_others(client):
