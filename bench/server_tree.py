@@ -16,6 +16,9 @@ END_SECONDS = 60.0
 ADDRESS = re.compile(rb" on http://127\.0\.0\.1:(\d+)\n")
 """Ends the line that a server writes once it serves."""
 
+ENGINE = ("octavo.serve.core", "octavo.serve.grammar_trial")
+"""Modules that the engine's processes run."""
+
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -42,7 +45,8 @@ class ServerTree:
     def _by_kind(self, measure: Callable[[int], float]) -> dict[str, float]:
         out = {"core": 0.0, "api": 0.0}
         for pid in _family(self._pid):
-            out["core" if "octavo.serve.core" in _read(pid, "cmdline") else "api"] += measure(pid)
+            command = _read(pid, "cmdline")
+            out["core" if any(name in command for name in ENGINE) else "api"] += measure(pid)
         return out
 
 
