@@ -168,7 +168,7 @@ class EngineClient:
     def stuck_for(self) -> float:
         """Seconds that the loaded core has said nothing, a compile's time allowed for.
 
-        None while something it has said lies unread: then this process was the slow one.
+        0.0 while something it has said lies unread: then this process was the slow one.
         """
         if not self.up or self._socket is None or int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             return 0.0
