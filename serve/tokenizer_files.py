@@ -4,7 +4,6 @@ Those of a Hugging Face folder (tokenizer.json, tokenizer_config.json, special_t
 added_tokens.json, chat_template.jinja and friends) or a GGUF's metadata.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from octavo.model.checkpoint.generation import (
 )
 from octavo.model.checkpoint.gguf import find_gguf
 from octavo.model.checkpoint.gguf_file import GgufFile
+from octavo.model.checkpoint.json_file import read_json_if_there
 from octavo.serve.tokenizer import Tokenizer
 from octavo.serve.tokenizer_gguf import build_tokenizer, default_bos
 
@@ -108,11 +108,12 @@ def _from_folder(folder: Path) -> Tokenizer:
         backend = Backend.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
         raise TokenizerError(f"{file}: {error}") from error
-    config = _read_json(folder / "tokenizer_config.json")
-    names = _read_json(folder / "special_tokens_map.json") | config
+    config = read_json_if_there(folder / "tokenizer_config.json", TokenizerError)
+    names = read_json_if_there(folder / "special_tokens_map.json", TokenizerError) | config
     texts = {name: token_text(names.get(name), name, folder) for name in _NAMED}
     named = {name: text for name, text in texts.items() if text is not None}
-    _add_listed(backend, config, _read_json(folder / "added_tokens.json"), folder)
+    added = read_json_if_there(folder / "added_tokens.json", TokenizerError)
+    _add_listed(backend, config, added, folder)
     _make_special(backend, named.values())
     prefix, suffix = _around(backend, config, named)
     eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
@@ -124,18 +125,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         suffix=suffix,
         templates=_folder_templates(folder, config),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _add_listed(
@@ -203,7 +192,7 @@ def _around(
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates of tokenizer_config.json, over them chat_template.json, over them .jinja files."""
     templates: dict[str, str] = {}
-    for found in (config, _read_json(folder / "chat_template.json")):
+    for found in (config, read_json_if_there(folder / "chat_template.json", TokenizerError)):
         value = found.get("chat_template")
         if isinstance(value, str):
             templates["default"] = value

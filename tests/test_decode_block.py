@@ -17,7 +17,7 @@ from tiny import tiny_fields
 
 from octavo.model import decode_block, decoder
 from octavo.model.block_plan import TILE, BlockPlan, BlockTuning, Product, cut
-from octavo.model.checkpoint.hf import read_json
+from octavo.model.checkpoint.json_file import read_json
 from octavo.model.decode_block import (
     between_attentions,
     between_reference,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.model.checkpoint.gguf import find_gguf, open_gguf
 from octavo.model.checkpoint.gguf_file import GgufFile
-from octavo.model.checkpoint.hf import read_json
+from octavo.model.checkpoint.json_file import read_json
 from octavo.model.checkpoint.source import CheckpointError
 
 if TYPE_CHECKING:

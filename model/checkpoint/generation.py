@@ -3,12 +3,12 @@
 Sources: config.json, generation_config.json, the tokenizer's files or GGUF metadata.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.model.checkpoint.gguf import GgufSource, open_gguf
+from octavo.model.checkpoint.json_file import read_json_if_there
 from octavo.model.checkpoint.source import CheckpointError
 
 if TYPE_CHECKING:  # the config brings jax
@@ -71,7 +71,7 @@ def stop_and_defaults(
             raise CheckpointError(f"{where.path}: {error}") from None
     else:
         folder = Path(where)
-        generation = _read(folder / "generation_config.json")
+        generation = read_json_if_there(folder / "generation_config.json")
         found = _ids(generation.get("eos_token_id"), folder / "generation_config.json")
         found |= _tokenizer_eos(folder)
         defaults = _defaults(generation, folder / "generation_config.json")
@@ -115,18 +115,6 @@ def _listed(metadata: dict[str, Any], key: str) -> list[Any]:
     return value
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return content
-
-
 def _ids(value: Any, path: Path) -> set[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in ids):
@@ -136,8 +124,9 @@ def _ids(value: Any, path: Path) -> set[int]:
 
 def _tokenizer_eos(folder: Path) -> set[int]:
     """The id of tokenizer_config.json's eos_token, found without building the tokenizer."""
-    described = _read(folder / "tokenizer_config.json")
-    token = described.get("eos_token") or _read(folder / "special_tokens_map.json").get("eos_token")
+    described = read_json_if_there(folder / "tokenizer_config.json")
+    mapped = read_json_if_there(folder / "special_tokens_map.json")
+    token = described.get("eos_token") or mapped.get("eos_token")
     text = token_text(token, "eos_token", folder)
     if text is None:
         return set()
@@ -145,7 +134,7 @@ def _tokenizer_eos(folder: Path) -> set[int]:
         if entry["content"] == text:
             return {id_}
     file = folder / "tokenizer.json"
-    backend = _read(file)
+    backend = read_json_if_there(file)
     try:
         added = {entry["content"]: entry["id"] for entry in backend.get("added_tokens") or ()}
         vocab = (backend.get("model") or {}).get("vocab")

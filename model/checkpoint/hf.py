@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from octavo.model.checkpoint.json_file import read_json
 from octavo.model.checkpoint.source import CheckpointError
 
 DTYPES = {
@@ -35,19 +36,6 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     end: int
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; anything else is refused naming the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")
-    return content
 
 
 def read_header(path: Path) -> dict[str, Entry]:

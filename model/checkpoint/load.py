@@ -12,7 +12,8 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array
 
 from octavo.model.checkpoint.assemble import assemble
-from octavo.model.checkpoint.hf import PICKLE_SUFFIXES, HFSource, read_json
+from octavo.model.checkpoint.hf import PICKLE_SUFFIXES, HFSource
+from octavo.model.checkpoint.json_file import read_json
 from octavo.model.checkpoint.source import Checkpoint, CheckpointError, TensorSource
 from octavo.model.config import ConfigError, ModelConfig
 from octavo.model.families import config_from_hf, family_of

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from octavo.model.checkpoint.companions import copy_companions, hf_config, write_json
-from octavo.model.checkpoint.hf import read_json
+from octavo.model.checkpoint.json_file import read_json
 from octavo.model.checkpoint.source import Checkpoint, CheckpointError
 from octavo.model.families import config_from_hf, family_of
 from octavo.model.params import is_spec
