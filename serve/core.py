@@ -8,12 +8,8 @@ the core binds a ROUTER socket, the supervisor and every API process connect a D
 import gc
 import importlib
 import logging
-import os
 import pickle
-import shutil
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +19,7 @@ import msgspec
 import zmq
 
 from octavo.serve import logs
+from octavo.serve.child import follow_parent
 from octavo.serve.control import Controls
 from octavo.serve.core_engine import CoreEngine
 from octavo.serve.queue import QueueFull
@@ -48,7 +45,6 @@ from octavo.serve.wire import (
 )
 
 EXIT_FAILED = 1
-EXIT_ORPHANED = 3
 STATS_PERIOD = 0.25
 IDLE_POLL_MS = 250
 CONTROL_POLL_MS = 5
@@ -315,27 +311,6 @@ def resolve(name: str) -> Any:
     for attribute in path.split("."):
         target = getattr(target, attribute)
     return target
-
-
-def follow_parent(address: str) -> None:
-    """End with the parent and at its word only.
-
-    The process exits when its standard input closes, however deep the main thread is in a compile;
-    it takes the folder of the zmq `address` with it, which the parent had no time to remove.
-    Signals meant for the whole service (a process group's, a container's) are the parent's
-    business: it drains first.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    fd = sys.stdin.fileno()
-
-    def wait() -> None:
-        while os.read(fd, 1):
-            pass
-        shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
-        os._exit(EXIT_ORPHANED)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def bind(address: str) -> zmq.Socket[bytes]:

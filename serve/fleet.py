@@ -12,7 +12,6 @@ import logging
 import pickle
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.serve.api import CLOSING_SECONDS, Parts
+from octavo.serve.child import spawn
 from octavo.serve.config import ServerConfig
 from octavo.serve.key_limits import Ask, Holder, KeyLimits, Over
 from octavo.serve.metrics import Recorder, add_up
@@ -163,19 +163,10 @@ class Fleet:
 
     async def _spawn(self, index: int, identity: bytes) -> Member:
         fd = self._listeners[index].fileno()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "octavo.serve.worker",
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=(fd,),
-        )
         spec = WorkerSpec(
             self._address, identity, fd, self._engine_config, self._config, self._parts
         )
-        assert process.stdin is not None
-        process.stdin.write(pickle.dumps(spec))
+        process = await spawn("octavo.serve.worker", spec, pass_fds=(fd,))
         self._members[identity] = member = Member(identity, process, self._limits)
         return member
 

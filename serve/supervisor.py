@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import pickle
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import zmq.asyncio
 
 from octavo.serve import errors
 from octavo.serve.breaker import RestartBudget
+from octavo.serve.child import spawn
 from octavo.serve.config import ServerConfig
 from octavo.serve.core import EXIT_FAILED, CoreSpec
 from octavo.serve.wire import (
@@ -189,7 +188,9 @@ class CoreSupervisor:
         self._reason, self._loaded = None, False
         self._told.clear()
         address = f"ipc://{self._folder}/core-{restarts}"
-        self._process = await self._spawn(address)
+        config, level = self._present_config(), self._config.log_level
+        spec = CoreSpec(address, self._factory, config, level, self._weights)
+        self._process = await spawn("octavo.serve.core", spec)
         self._socket = connect(address, SUPERVISOR)
         self._send(Hello())
         self._tell(EngineNews("starting", restarts=restarts))
@@ -207,21 +208,6 @@ class CoreSupervisor:
             self._socket = None
             await asyncio.gather(*helpers, return_exceptions=True)
         return self._reason or f"{errors.CORE_DEAD} (exit code {code})"
-
-    async def _spawn(self, address: str) -> asyncio.subprocess.Process:
-        config, level = self._present_config(), self._config.log_level
-        spec = pickle.dumps(CoreSpec(address, self._factory, config, level, self._weights))
-        # A session of its own: a terminal's Ctrl-C reaches only the server, which drains.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "octavo.serve.core",
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        process.stdin.write(spec)
-        return process
 
     def _present_config(self) -> Any:
         """The settings, with the model whose weights were loaded last; its tokenizer stays."""

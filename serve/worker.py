@@ -17,8 +17,8 @@ import zmq
 
 from octavo.serve import errors, logs
 from octavo.serve.api import ApiServer, Parts
+from octavo.serve.child import follow_parent
 from octavo.serve.config import ServerConfig
-from octavo.serve.core import follow_parent
 from octavo.serve.event_loop import loop_factory
 from octavo.serve.key_limits import Ask, Doorman, Over, Verdict
 from octavo.serve.metrics import Recorder
