@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
@@ -23,18 +25,6 @@ _ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-
-_ANTHROPIC_WORDS = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"\bthinking_token_budget\b", "thinking.budget_tokens"),
-        (r"\breasoning_effort\b", "thinking.type"),
-        (r"(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
-        (r"(tools\[\d+\])\.function\b", r"\1"),
-        (r"^stop\b", "stop_sequences"),
-    )
-)
-"""Fields of the chat request that a message is turned into, and the caller's names for them."""
 
 
 class ApiError(Exception):
@@ -82,10 +72,7 @@ class ApiError(Exception):
     def anthropic_fields(self) -> dict[str, Any]:
         """The inside of Anthropic's error object."""
         other = "invalid_request_error" if self.status < 500 else "api_error"
-        message = self.message
-        for pattern, name in _ANTHROPIC_WORDS:
-            message = pattern.sub(name, message)
-        return {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": message}
+        return {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": self.message}
 
     def body_for(self, path: str) -> bytes:
         """The JSON error object as the clients of a path expect it."""
@@ -103,6 +90,21 @@ class ApiError(Exception):
         if self.status in (408, 413):
             headers["connection"] = "close"
         return headers
+
+
+@contextmanager
+def in_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of a request made of the caller's name the caller's fields.
+
+    `words` are patterns of the made request's names, and what stands for each.
+    """
+    try:
+        yield
+    except ApiError as error:
+        for pattern, name in words.items():
+            error.message = re.sub(pattern, name, error.message)
+            error.param = error.param and re.sub(pattern, name, error.param)
+        raise
 
 
 class ClientGone(Exception):

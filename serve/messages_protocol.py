@@ -1,7 +1,8 @@
 """Anthropic's /v1/messages: its body, and the chat request that means the same."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,6 +14,16 @@ from octavo.serve.reasoning_effort import SWITCH
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NOT_TEXT = "only text, thinking, tool_use and tool_result blocks are accepted"
+
+
+CHAT_WORDS = {
+    r"\bthinking_token_budget\b": "thinking.budget_tokens",
+    r"\breasoning_effort\b": "thinking.type",
+    r"(tools\[\d+\])\.function\.parameters\b": r"\1.input_schema",
+    r"(tools\[\d+\])\.function\b": r"\1",
+    r"^stop\b": "stop_sequences",
+}
+"""Fields of the chat request as the caller knows them: see errors.in_words."""
 
 
 class MessagesBody(BaseModel):
@@ -35,6 +46,10 @@ class MessagesBody(BaseModel):
     service_tier: str | None = None
     cache_control: Any = None
     return_timing: bool | None = None
+
+    refused: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        "thinking_token_budget": ("use thinking.budget_tokens", ()),
+    }
 
 
 def chat_body(body: MessagesBody) -> ChatBody:

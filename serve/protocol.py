@@ -239,11 +239,11 @@ class TokenizeBody(BaseModel):
 
     def chat(self) -> ChatBody:
         """The chat whose prompt `messages` make."""
-        return ChatBody(messages=self.messages or [], **{k: getattr(self, k) for k in _OF_CHAT})
+        fields = ("add_special_tokens", *OF_MESSAGES)
+        return ChatBody(messages=self.messages or [], **{k: getattr(self, k) for k in fields})
 
 
-_OF_CHAT = (
-    "add_special_tokens",
+OF_MESSAGES = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template",
@@ -252,6 +252,7 @@ _OF_CHAT = (
     "tool_choice",
     "reasoning_effort",
 )
+"""Fields of TokenizeBody that say how messages become a prompt."""
 
 
 class DetokenizeBody(BaseModel):

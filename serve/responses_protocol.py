@@ -1,14 +1,12 @@
 """OpenAI's /v1/responses: its body, and the chat request that means the same."""
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from octavo.sampling.shown import shown
-from octavo.serve.errors import ApiError, invalid, unsupported
+from octavo.serve.errors import invalid, unsupported
 from octavo.serve.protocol import ChatBody, StopStrings
 from octavo.serve.responses_input import input_messages
 
@@ -202,26 +200,12 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     return value or {}
 
 
-_RENAMED = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"\bresponse_format(\.json_schema)?\b", "text.format"),
-        (r"\bmax_tokens\b", "max_output_tokens"),
-        (r"\bmessages\b", "input"),
-        (r"\breasoning_effort\b", "reasoning.effort"),
-        (r"\blogprobs=true", _NEEDS),
-        (r"(tools\[\d+\])\.function\b", r"\1"),
-    )
-)
-
-
-@contextmanager
-def in_responses_words() -> Iterator[None]:
-    """Refusals of the chat request name the fields that the caller knows."""
-    try:
-        yield
-    except ApiError as error:
-        for pattern, name in _RENAMED:
-            error.message = pattern.sub(name, error.message)
-            error.param = error.param and pattern.sub(name, error.param)
-        raise
+CHAT_WORDS = {
+    r"\bresponse_format(\.json_schema)?\b": "text.format",
+    r"\bmax_tokens\b": "max_output_tokens",
+    r"\bmessages\b": "input",
+    r"\breasoning_effort\b": "reasoning.effort",
+    r"\blogprobs=true": _NEEDS,
+    r"(tools\[\d+\])\.function\b": r"\1",
+}
+"""Fields of the chat request as the caller knows them: see errors.in_words."""

@@ -11,7 +11,7 @@ from octavo.serve.errors import invalid, unknown_model
 from octavo.serve.metrics import exposition
 from octavo.serve.openapi import request_schema
 from octavo.serve.prompts import Prompt
-from octavo.serve.protocol import DetokenizeBody, TokenizeBody
+from octavo.serve.protocol import OF_MESSAGES, DetokenizeBody, TokenizeBody
 from octavo.serve.wire import Ready
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -66,7 +66,7 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         prompt, _ = await plan_chat(context, body.chat().came_in(size), None)
     else:
-        for name in ("tools", "tool_choice", "reasoning_effort"):
+        for name in OF_MESSAGES:
             if (value := getattr(body, name)) is not None:
                 raise invalid(f"{name} goes with messages, not with a prompt: {shown(value)}", name)
         special = body.add_special_tokens is not False

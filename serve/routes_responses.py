@@ -8,15 +8,11 @@ from octavo.serve.chat_formats import PLAIN
 from octavo.serve.chat_plan import plan_chat
 from octavo.serve.choice import Wanted
 from octavo.serve.context import context_of, visit_of
+from octavo.serve.errors import in_words
 from octavo.serve.openapi import request_schema
 from octavo.serve.protocol import ChatBody, check_combinations
 from octavo.serve.responses_generation import ResponsesGeneration
-from octavo.serve.responses_protocol import (
-    ResponsesBody,
-    chat_body,
-    echoed,
-    in_responses_words,
-)
+from octavo.serve.responses_protocol import CHAT_WORDS, ResponsesBody, chat_body, echoed
 from octavo.serve.structured import Structured, structured_output
 
 router = APIRouter()
@@ -27,9 +23,9 @@ async def create_response(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     ready = context.require_ready()
-    with in_responses_words():
-        body, chat, structured = await take(request, _read)
-        context.check_model(body.model)
+    body, chat, structured = await take(request, _read)
+    context.check_model(body.model)
+    with in_words(CHAT_WORDS):
         prompt, plan = await plan_chat(context, chat, structured)
         plan = plan or PLAIN
         if plan.grammar is not None:
@@ -52,6 +48,7 @@ async def create_response(request: Request) -> Response:
 
 def _read(raw: bytes) -> tuple[ResponsesBody, ChatBody, Structured | None]:
     body = parse_body(ResponsesBody, raw)
-    chat = chat_body(body).came_in(len(raw))
-    check_combinations(chat)
-    return body, chat, structured_output(chat)
+    with in_words(CHAT_WORDS):
+        chat = chat_body(body).came_in(len(raw))
+        check_combinations(chat)
+        return body, chat, structured_output(chat)

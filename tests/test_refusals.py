@@ -11,12 +11,12 @@ import typing
 import pytest
 from mock_engine import VOCAB
 from mock_server import running
-from test_request_values import ENDPOINTS, INSTEAD
+from test_request_values import CHAT, CHATTED, ENDPOINTS, INSTEAD
 
 from octavo.sampling.params import MAX_INT32, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED
 from octavo.sampling.shown import shown
 from octavo.serve.absent import ABSENT
-from octavo.serve.protocol import UNSUPPORTED, DetokenizeBody, TokenizeBody
+from octavo.serve.protocol import OF_MESSAGES, UNSUPPORTED, DetokenizeBody, TokenizeBody
 from octavo.serve.reasoning import MAX_BUDGET
 from octavo.serve.routes_admin import ReloadBody
 
@@ -128,10 +128,6 @@ def test_a_wrong_type_is_named_with_its_value(srv, path, field):
     assert refused
 
 
-OWN_WORDS = {
-    "/v1/responses": {"messages": "input"},
-    "/v1/messages": {"thinking_token_budget": "thinking.budget_tokens"},
-}
 REFUSED = [
     (path, field, reason)
     for path, (body, _, _) in ENDPOINTS.items()
@@ -145,11 +141,39 @@ def test_what_is_not_offered_is_refused_with_the_reason(srv, path, field, reason
     _, good, _ = BODIES[path]
     status, _, answer = srv.post(path, good | {field: "odd"})
     message = f"{field} is not supported: {reason}"
-    for word, own in OWN_WORDS.get(path, {}).items():
-        message = message.replace(word, own)
     assert (status, answer["error"]["message"]) == (400, message)
     assert answer["error"].get("param", field) == field
     assert srv.post(path, good | {field: None})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/responses", "max_tokens"),
+        ("/v1/responses", "messages"),
+        ("/v1/responses", "reasoning_effort"),
+        ("/v1/responses", "response_format"),
+        ("/v1/messages", "reasoning_effort"),
+        ("/v1/messages", "stop"),
+    ],
+)
+def test_a_field_of_another_endpoint_is_named_as_it_was_sent(srv, path, field):
+    """And not as the field of this endpoint that means the same, which was not sent."""
+    status, _, answer = srv.post(path, BODIES[path][1] | {field: "odd"})
+    assert (status, answer["error"]["message"]) == (400, f"unknown field {field!r}")
+    assert answer["error"].get("param", field) == field
+
+
+@pytest.mark.parametrize("field", OF_MESSAGES)
+def test_what_makes_a_prompt_of_messages_is_refused_beside_a_prompt(srv, field):
+    value = CHAT[field][0]
+    beside = CHAT[field][2]
+    assert srv.post("/tokenize", {**CHATTED, **beside, field: value})[0] == 200
+    status, _, answer = srv.post("/tokenize", {"prompt": "ab", field: value})
+    wanted = f"{field} goes with messages, not with a prompt: {shown(value)}"
+    assert (status, answer["error"]["message"]) == (400, wanted)
+    assert answer["error"]["param"] == field
+    assert srv.post("/tokenize", {"prompt": "ab", field: None})[0] == 200
 
 
 def test_reasons_say_what_to_do_instead(srv):
