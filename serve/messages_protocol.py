@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -52,17 +52,27 @@ class MessagesBody(BaseModel):
     }
 
 
+class Placed(NamedTuple):
+    """A block of content, and where it came."""
+
+    where: str
+    block: Any
+
+
 def chat_body(body: MessagesBody) -> ChatBody:
     """The same request to /v1/chat/completions; ApiError 400 naming the field at fault.
 
-    A final assistant message is the start of the answer, which goes on behind it.
+    Messages of one side in a row are one turn, as with Anthropic: many templates want the sides to
+    alternate. A final assistant turn is the start of the answer, which goes on behind it.
     """
+    if not body.messages:
+        raise _wrong("messages", "must hold at least one message")
     messages: list[dict[str, Any]] = []
     system = "" if body.system is None else _text(body.system, "system")
     if system:
         messages.append({"role": "system", "content": system})
-    for i, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{i}]")
+    for role, blocks in _turns(body.messages):
+        messages += (_user if role == "user" else _assistant)(blocks)
     choice, parallel = _choice(body.tool_choice)
     kind, budget = _thinking(body.thinking)
     return ChatBody(
@@ -126,27 +136,39 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _messages(message: Any, where: str) -> list[dict[str, Any]]:
+def _turns(messages: list[Any]) -> list[tuple[str, list[Placed]]]:
+    """The side of each turn, and its blocks."""
+    turns: list[tuple[str, list[Placed]]] = []
+    for i, message in enumerate(messages):
+        role, blocks = _said(message, f"messages[{i}]")
+        if turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((role, blocks))
+    return turns
+
+
+def _said(message: Any, where: str) -> tuple[str, list[Placed]]:
+    """Who says a message, and its blocks: a text alone is one."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant"):
         raise _wrong(f"{where}.role", f"must be user or assistant, not {shown(role or message)}")
-    content = message.get("content")
+    content, where = message.get("content"), f"{where}.content"
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        return role, [Placed(where, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        what = f"must be a string or a list of blocks, not {shown(content)}"
-        raise _wrong(f"{where}.content", what)
-    return (_user if role == "user" else _assistant)(content, f"{where}.content")
+        raise _wrong(where, f"must be a string or a list of blocks, not {shown(content)}")
+    return role, [Placed(f"{where}[{i}]", block) for i, block in enumerate(content)]
 
 
-def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
+def _user(blocks: list[Placed]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     texts: list[str] = []
-    for i, block in enumerate(blocks):
+    for where, block in blocks:
         if _kind(block) == "tool_result":
-            out.append(_result(block, f"{where}[{i}]"))
+            out.append(_result(block, where))
         else:
-            texts.append(_text([block], where, i))
+            texts.append(_block_text(block, where))
     return [*out, {"role": "user", "content": "\n".join(texts)}] if texts or not out else out
 
 
@@ -160,19 +182,19 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
+def _assistant(blocks: list[Placed]) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "assistant"}
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(blocks):
+    for where, block in blocks:
         kind = _kind(block)
         if kind == "tool_use":
-            calls.append(_call(block, f"{where}[{i}]"))
+            calls.append(_call(block, where))
         elif kind == "thinking":
-            thoughts.append(_string(block, "thinking", f"{where}[{i}]"))
+            thoughts.append(_string(block, "thinking", where))
         else:
-            texts.append(_text([block], where, i))
+            texts.append(_block_text(block, where))
     message["content"] = "\n".join(texts) if texts or not calls else None
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -192,15 +214,18 @@ def _kind(block: Any) -> str | None:
     return block.get("type") if isinstance(block, dict) else None
 
 
-def _text(content: Any, where: str, first: int = 0) -> str:
+def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _wrong(where, f"must be a string or a list of text blocks, not {shown(content)}")
-    for i, block in enumerate(content, first):
-        if _kind(block) != "text" or not isinstance(block.get("text"), str):
-            raise _wrong(f"{where}[{i}]", f"{_NOT_TEXT}, not {shown(_kind(block) or block)}")
-    return "\n".join(block["text"] for block in content)
+    return "\n".join(_block_text(block, f"{where}[{i}]") for i, block in enumerate(content))
+
+
+def _block_text(block: Any, where: str) -> str:
+    if _kind(block) != "text" or not isinstance(block.get("text"), str):
+        raise _wrong(where, f"{_NOT_TEXT}, not {shown(_kind(block) or block)}")
+    return block["text"]
 
 
 def _string(block: dict[str, Any], name: str, where: str) -> str:

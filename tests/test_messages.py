@@ -149,6 +149,31 @@ def test_thinking_between_calls_is_kept():
     assert [call["id"] for call in message["tool_calls"]] == ["1", "2"]
 
 
+def test_messages_of_one_side_in_a_row_are_one_turn():
+    """Their blocks are in order as those of one message are, results before what is said."""
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    turns = [
+        {"role": "user", "content": "a"},
+        user({"type": "text", "text": "b"}),
+        said(thought, USE),
+        said({"type": "text", "text": "c"}, USE | {"id": "2"}),
+        user(RESULT | {"tool_use_id": "1"}),
+        {"role": "user", "content": "d"},
+        user(RESULT | {"tool_use_id": "2"}, {"type": "text", "text": "e"}),
+        {"role": "assistant", "content": "so"},
+        {"role": "assistant", "content": "it is"},
+    ]
+    chat = chat_body(MessagesBody(messages=turns))
+    asked, called, *results, then, begun = chat.messages
+    assert asked == {"role": "user", "content": "a\nb"}
+    assert (called["reasoning_content"], called["content"]) == ("hm", "c")
+    assert [call["id"] for call in called["tool_calls"]] == ["1", "2"]
+    assert [result["tool_call_id"] for result in results] == ["1", "2"]
+    assert then == {"role": "user", "content": "d\ne"}
+    assert begun == {"role": "assistant", "content": "so\nit is"}
+    assert chat.continue_final_message
+
+
 def test_thinking_comes_first(client):
     messages = [
         {"role": "user", "content": "so</think>yes<|eos|>"},
@@ -164,10 +189,10 @@ def test_thinking_comes_first(client):
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-        (
-            {"messages": [IMAGE]},
-            "messages[0].content[0]",
-        ),
+        ({"messages": [IMAGE]}, "messages[0].content[0]"),
+        ({"messages": [user(), user({"type": "text", "text": "a"}, {})]}, "messages[1].content[1]"),
+        ({"messages": []}, "messages must hold at least one message"),
+        ({"messages": [], "system": "be"}, "messages must hold at least one message"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
