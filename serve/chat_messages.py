@@ -46,7 +46,7 @@ def prepare_messages(
     if it is none; arguments of tool calls become `Arguments`. `cut` puts CUT_MARK behind the last
     content. For a template that shows no tools, `tools` become text, and with them, or where it
     shows no calls either, calls and their results. ValueError for no messages, a message that is
-    not an object with a role, and parts that are not text.
+    not an object with a role, parts that are not text, and calls behind a content that is cut.
     """
     if not messages:
         raise ValueError("a chat needs at least one message")
@@ -58,6 +58,8 @@ def prepare_messages(
             if message.get("tool_calls"):
                 message["content"] = message["content"] or None
     if cut:
+        if prepared[-1].get("tool_calls"):
+            raise ValueError("the last message can't be continued: its calls stand behind its text")
         prepared[-1]["content"] = (prepared[-1]["content"] or "") + CUT_MARK
     if takes_parts_only(template):
         for message in prepared:

@@ -69,6 +69,21 @@ def test_continuing_needs_a_template_that_shows_the_message():
         )
 
 
+def test_a_message_with_calls_cannot_be_continued_unless_they_are_its_text():
+    """The calls stood behind the cut, and were lost without a word."""
+    calls = "{% for c in m.tool_calls or () %}[{{ c.function.name }}]{% endfor %}"
+    shows = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    messages = [*chat("a"), {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    assert tokenizer(shows).render_chat(messages) == "ab[f]"
+    with pytest.raises(ValueError, match="its calls stand behind its text"):
+        tokenizer(shows).render_chat(messages, continue_final_message=True)
+    text = tokenizer(CHATML).render_chat(messages, continue_final_message=True)
+    assert text.endswith(
+        '<|assistant|>b\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    )
+
+
 def test_text_parts_become_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     render = tokenizer(CHATML).render_chat
