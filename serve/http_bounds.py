@@ -76,6 +76,7 @@ class BoundedHttp(HttpToolsProtocol):
         """The head has ended."""
         if self._asks_for_another_protocol():
             return
+        self._check_host()
         self._heads += 1
         self._forget_head()
         super().on_headers_complete()
@@ -150,6 +151,16 @@ class BoundedHttp(HttpToolsProtocol):
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                     continue
             return
+
+    def _check_host(self) -> None:
+        """A request names one host (RFC 9112, 3.2); else it is refused and the parser stopped.
+
+        Proxies that each go by another of two hosts could be led apart.
+        """
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(errors.invalid(f"malformed HTTP: one Host header is wanted, not {hosts}"))
+            raise ValueError("Host")  # reaches `_parse` as an HttpParserError
 
     def _asks_for_another_protocol(self) -> bool:
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"

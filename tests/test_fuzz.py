@@ -256,7 +256,6 @@ MALFORMED = {
 OUTCOMES = {
     "no version": 200,  # HTTP/0.9
     "absolute": 200,
-    "no host": 200,
     "many headers": 200,
     "huge header": 431,
     "huge path": 431,

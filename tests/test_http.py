@@ -92,8 +92,8 @@ def post(version=b"1.1", head=b"", path="/v1/completions", **fields):
     return call(path, version, head, **fields)
 
 
-def get(path=b"/health", head=b"Host: x\r\n", method=b"GET"):
-    return b"%b %b HTTP/1.1\r\n%b\r\n" % (method, path, head)
+def get(path=b"/health", head=b"", method=b"GET", host=b"Host: x\r\n"):
+    return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (method, path, host, head)
 
 
 def chunked(body, *, path=b"/v1/completions", size=1 << 16):
@@ -110,7 +110,7 @@ def announced(body, path=b"/v1/completions", head=b""):
 
 GOOD = b'{"prompt": "ab", "max_tokens": 4, "temperature": 0}'
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
-WS = b"Host: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+WS = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
 BAD_BODY = get(b"/v1/completions", b"Transfer-Encoding: chunked\r\n", b"POST") + b"zz\r\n"
 CLOSE = b"Connection: close\r\n"
 
@@ -122,7 +122,6 @@ STAYS = {
     "absolute form of a POST": (post(path="http://x/v1/completions"), 200),
     "fragment": (get(b"/health#part"), 200),
     "query": (get(b"/health?a=b&c"), 200),
-    "no Host": (get(head=b""), 200),
     "HEAD": (get(method=b"HEAD"), 200),
     "HEAD of what is posted": (get(b"/v1/completions", method=b"HEAD"), 405),
     "OPTIONS": (get(b"/v1/completions", method=b"OPTIONS"), 405),
@@ -131,14 +130,14 @@ STAYS = {
     "TRACE": (get(method=b"TRACE"), 405),
     "GET of what is posted": (get(b"/v1/completions"), 405),
     "POST of what is got": (announced(b"", b"/health"), 405),
-    "GET with a body": (get(head=b"Host: x\r\nContent-Length: 5\r\n") + b"hello", 200),
-    "many headers": (get(head=b"Host: x\r\n" + b"A: b\r\n" * 9000), 200),
-    "a long header": (get(head=b"Host: x\r\nA: " + b"b" * 60_000 + b"\r\n"), 200),
+    "GET with a body": (get(head=b"Content-Length: 5\r\n") + b"hello", 200),
+    "many headers": (get(head=b"A: b\r\n" * 9000), 200),
+    "a long header": (get(head=b"A: " + b"b" * 60_000 + b"\r\n"), 200),
     "a long path": (get(b"/" + b"a" * 60_000), 404),
     "a path with NUL": (get(b"/%00"), 404),
     "a path that is no UTF-8": (get(b"/%ff%zz"), 404),
     "an offer of HTTP/2": (post(head=H2C), 200),
-    "an offer of HTTP/2 on GET": (get(head=b"Host: x\r\n" + H2C), 200),
+    "an offer of HTTP/2 on GET": (get(head=H2C), 200),
     "an offer of WebSocket": (get(head=WS), 200),
     "no such expectation": (post(head=b"Expect: 200-maybe\r\n"), 200),
     "identity": (post(head=b"Content-Encoding: identity\r\n"), 200),
@@ -167,6 +166,14 @@ CLOSES = {
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "HTTP/9.9": (b"GET / HTTP/9.9\r\n\r\n", 400),
     "half a line": (b"GET\r\n\r\n", 400),
+    "no Host": (get(host=b""), 400),
+    "no Host, and one more": (get(host=b"") + get(), 400),
+    "no Host of a POST": (post().replace(b"Host: x\r\n", b""), 400),
+    "no Host of an offer": (post(head=H2C).replace(b"Host: x\r\n", b""), 400),
+    "two Hosts": (get(head=b"host: y\r\n"), 400),
+    "two Hosts that agree": (get(head=b"Host: x\r\n"), 400),
+    "two Hosts in HTTP/1.0": (post(b"1.0", b"Host: x\r\n"), 400),
+    "no Host in HTTP/1.0": (post(b"1.0").replace(b"Host: x\r\n", b""), 200),
     "no such method": (get(method=b"BREW"), 400),
     "CONNECT": (get(b"x:80", method=b"CONNECT"), 400),
     "a negative length": (post().replace(b"Length: ", b"Length: -"), 400),
@@ -225,7 +232,10 @@ def texts(body):
     return "".join(choice["text"] for event in events for choice in event["choices"])
 
 
-@pytest.mark.parametrize("behind", [b"JUNK\r\n\r\n", BAD_BODY], ids=["junk", "a bad body"])
+BEHIND = {"junk": b"JUNK\r\n\r\n", "a bad body": BAD_BODY, "no Host": get(host=b"")}
+
+
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND)
 @pytest.mark.parametrize("at_once", [True, False])
 def test_what_came_before_junk_is_answered_first(server, behind, at_once):
     held, fast = {"prompt": "cd<|hold|>", "max_tokens": 40}, {"prompt": "ef"}
@@ -285,7 +295,7 @@ def test_the_body_is_asked_for_when_it_is_expected_to_be(server):
 )
 def test_a_refusal_instead_of_100_ends_the_connection(server, path, length, status):
     """Nobody could tell the body, which may come or not, from a next request."""
-    head = b"POST %b HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
     with connected(server, head % (path.encode(), length)) as raw:
         answer, headers, _ = raw.answer()
         assert (answer, headers["connection"]) == (status, "close")
