@@ -216,3 +216,34 @@ def test_a_queue_at_a_bound_is_a_429_that_says_when_to_come_again(full, bound):
             assert kind == "rate_limit_error"
             assert WORDS[bound] in message
     full.wait(lambda: refused() == before + 10)
+
+
+# Order -------------------------------------------------------------------------------------------
+
+
+def test_an_urgent_request_overtakes_those_that_wait():
+    """There is one row. Who comes last gets it next, and while it is held nobody else ends."""
+    scheduler = {"max_num_seqs": 1, "max_model_len": 4096, "num_pages": 4000}
+    engine = {"scheduler": scheduler, "step_seconds": 0.02}
+    long = {"prompt": "ab", "max_tokens": 4000, "stream": True}
+    with running(engine=engine) as server, ThreadPoolExecutor(2) as threads:
+
+        def waiting(count):
+            server.wait(lambda: server.metric("vllm:num_requests_waiting") == count)
+
+        def ask(**fields):
+            connection = server.connect()
+            connection.request("POST", "/v1/completions", json.dumps(long | fields))
+            return contextlib.closing(connection)
+
+        with ask(priority=5):
+            server.wait(lambda: not server.idle())
+            patient = [threads.submit(server.complete, "c", priority=p) for p in (0, 4)]
+            waiting(2)
+            urgent = ask(priority=-100)
+            waiting(3)
+        with urgent as connection:
+            assert connection.getresponse().readline().startswith(b"data: ")
+            waiting(2)
+            assert not any(answer.done() for answer in patient)
+        assert [answer.result()[0] for answer in patient] == [200, 200]
