@@ -58,6 +58,7 @@ def add_samples(
                 cache_salt=body.cache_salt or "",
                 grammar=wanted.structured.grammar if wanted.structured else None,
                 thinking=wanted.thinking,
+                client=job.client,
             )
             job.add(prompt, request)
 

@@ -49,7 +49,8 @@ class Gate:
             return
         if scope["method"] == "HEAD":  # a GET whose answer is sent without its body
             scope = {**scope, "method": "GET"}
-        visit = Visit(request_id=_id_of(scope))
+        address, _ = scope.get("client") or ("", 0)
+        visit = Visit(request_id=_id_of(scope), client=address)
         scope.setdefault("state", {})["visit"] = visit
         send = _with_id(send, visit.request_id.encode())
         try:
@@ -70,6 +71,7 @@ class Gate:
         if not keys.required or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
             return None
         visit.key, leave = await keys.enter(_key_of(scope))
+        visit.client = visit.key
         return leave
 
     async def _handle(self, scope: Scope, visit: Visit, receive: Receive, send: Send) -> None:

@@ -54,6 +54,11 @@ class Generation:
         """What the answer says of itself, once its weights are known: after the first news."""
         return self._unsaid.under(self.call.epoch if self.call is not None else 0)
 
+    @property
+    def client(self) -> str:
+        """Who asks."""
+        return self._visit.client
+
     def add(self, prompt: Prompt, request: Request) -> None:
         """One more sample; index is the order of adding."""
         times = self._visit.sample(request)

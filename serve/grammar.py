@@ -5,13 +5,14 @@ one. It knows committed tokens only, so preemption, chunking and aborts leave no
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.sampling.pack import mask_words
-from octavo.serve.grammar_compile import GrammarCompiler, GrammarError, Job, reason, settle
+from octavo.serve.grammar_compile import GrammarError, reason
+from octavo.serve.grammar_jobs import GrammarCompiler, Job, Trial
 from octavo.serve.panics import panics_are_errors
 from octavo.serve.types import Grammar, Request, RowResult, ScheduledBatch
 
@@ -33,12 +34,12 @@ class Grammars:
         load: Callable[[], "LLTokenizer"],
         vocab_size: int,
         eos_ids: Sequence[int] = (),
-        trial: Callable[[Grammar], None] | None = None,
+        trial: Trial | None = None,
     ) -> None:
         self._compiler = GrammarCompiler(load, trial)
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_ids)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, tuple[Grammar, Job]] = {}
         self._matchers: dict[str, LLMatcher] = {}
         self._failures: dict[str, str] = {}
         self._forced: dict[str, list[int]] = {}
@@ -46,20 +47,24 @@ class Grammars:
 
     def start(self, request: Request) -> None:
         """Compile a request's grammar in the background; `settled` tells when it is done."""
-        assert request.grammar is not None
-        self._jobs[request.request_id] = self._compiler.submit(request.grammar)
+        grammar = request.grammar
+        assert grammar is not None
+        self._jobs[request.request_id] = grammar, self._compiler.submit(grammar, request.client)
 
     def compile(self, grammar: Grammar) -> None:
         """Compile and wait for it, so that a request need not; GrammarError if it is refused."""
         job = self._compiler.submit(grammar)
-        settle(job)
+        while not job.settled:
+            wait([job.future], 0.1)
         job.matcher()
 
     def settled(self) -> list[tuple[str, str | None]]:
         """Requests whose grammar has been compiled or refused since the last call, with why."""
         ended: list[tuple[str, str | None]] = []
-        for request_id, job in list(self._jobs.items()):
-            if not job.settled():
+        if not self._jobs or not self._compiler.news():
+            return ended
+        for request_id, (_, job) in list(self._jobs.items()):
+            if not job.settled:
                 continue
             del self._jobs[request_id]
             error = None
@@ -73,11 +78,12 @@ class Grammars:
     def wait(self, seconds: float) -> None:
         """Until some compile has ended, at most so long; at once when nothing compiles."""
         if self._jobs:
-            wait([job.future for job in self._jobs.values()], seconds, FIRST_COMPLETED)
+            self._compiler.ended.wait(seconds)
 
     def discard(self, request_id: str) -> None:
         """Forget a request, compiled or not."""
-        self._jobs.pop(request_id, None)
+        if asked := self._jobs.pop(request_id, None):
+            self._compiler.withdraw(*asked)
         self._matchers.pop(request_id, None)
         self._failures.pop(request_id, None)
         self._forced.pop(request_id, None)

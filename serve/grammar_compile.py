@@ -1,16 +1,10 @@
-"""Grammars to llguidance matchers, in threads and within limits. No jax.
+"""Grammars to llguidance matchers, within limits. No jax.
 
-llguidance bounds a grammar's size and what a compile or a mask may cost, by its own count. The
-deadline here makes its thread no sooner free: what may never end is tried elsewhere first, see
-`grammar_trial.py`. Equal grammars share a compile, so n samples of a prompt cost one.
+llguidance bounds a grammar's size and what a compile or a mask may cost, by its own count.
 """
 
 import json
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,9 +16,6 @@ from octavo.serve.types import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-COMPILE_SECONDS = 5.0
-COMPILE_THREADS = 2
-CACHED_GRAMMARS = 64
 MAX_LEXER_STATES = 30_000
 """At one or two kilobytes each; grammars people write take hundreds."""
 
@@ -38,79 +29,11 @@ class GrammarError(ValueError):
     """A grammar that is refused; the message says why."""
 
 
-class Job:
-    """One grammar's compile: queued, on trial, running or done."""
+class TooLong(GrammarError):
+    """A grammar whose compile has not ended in `seconds`."""
 
-    def __init__(
-        self,
-        compile_: Callable[[], "LLMatcher"],
-        pool: ThreadPoolExecutor,
-        trial: Callable[[], None],
-    ) -> None:
-        self._started: float | None = None
-        self._compile = compile_
-        self._trial = trial
-        self.future: Future[LLMatcher] = pool.submit(self._run)
-
-    def _run(self) -> "LLMatcher":
-        self._trial()
-        self._started = time.monotonic()
-        return self._compile()
-
-    def settled(self) -> bool:
-        """Whether it has ended or run for too long."""
-        late = self._started is not None and time.monotonic() - self._started > COMPILE_SECONDS
-        return late or self.future.done()
-
-    def matcher(self) -> "LLMatcher":
-        """A fresh matcher, once it is settled; GrammarError if the grammar is refused."""
-        if not self.future.done():
-            raise GrammarError(too_long(COMPILE_SECONDS))
-        error = self.future.exception()
-        if error is None:
-            return self.future.result().deep_copy()
-        # Not `error` itself: it is kept with the grammar, and each raise would hang the frames of
-        # its callers to it, with the batch that they hold.
-        raise GrammarError(refusal_of(error)) from error
-
-
-class GrammarCompiler:
-    """Compiles grammars for one tokenizer, which `load` makes when the first one comes.
-
-    `trial` raises GrammarError for what must not be compiled here.
-    """
-
-    def __init__(
-        self,
-        load: Callable[[], "LLTokenizer"],
-        trial: Callable[[Grammar], None] | None = None,
-    ) -> None:
-        self._load = load
-        self._trial = trial
-        self._tokenizer: LLTokenizer | None = None
-        self._loading = threading.Lock()
-        self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-        self._jobs: OrderedDict[Grammar, Job] = OrderedDict()
-
-    def submit(self, grammar: Grammar) -> Job:
-        """The compile of `grammar`, running, queued or done."""
-        job = self._jobs.get(grammar)
-        if job is None:
-            job = Job(lambda: self._compile(grammar), self._pool, lambda: self._try(grammar))
-            self._jobs[grammar] = job
-            if len(self._jobs) > CACHED_GRAMMARS:
-                self._jobs.popitem(last=False)
-        self._jobs.move_to_end(grammar)
-        return job
-
-    def _try(self, grammar: Grammar) -> None:
-        if self._trial is not None:
-            self._trial(grammar)
-
-    def _compile(self, grammar: Grammar) -> "LLMatcher":
-        with self._loading:
-            self._tokenizer = self._tokenizer or self._load()
-        return compile_grammar(self._tokenizer, grammar)
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the grammar took longer than {seconds:g} s to compile")
 
 
 def no_tokens() -> "LLTokenizer":
@@ -180,21 +103,10 @@ def refusal_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {shortened(str(error))}"
 
 
-def too_long(seconds: float) -> str:
-    """What is said of a compile that did not end."""
-    return f"the grammar took longer than {seconds:g} s to compile"
-
-
 def shortened(text: str) -> str:
     """A message without the bulk of the grammar that it quotes."""
     lines = [cut(line, MAX_REASON_LINE) for line in text.splitlines()]
     return cut("\n".join(lines), MAX_REASON)
-
-
-def settle(job: Job) -> None:
-    """Wait until a compile has ended or run for too long."""
-    while not job.settled():
-        wait([job.future], 0.1)
 
 
 def _limits() -> "LLParserLimits":

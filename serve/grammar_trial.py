@@ -2,36 +2,46 @@
 
 llguidance bounds what a compile may cost by its own count, which a few dozen intersected regular
 expressions escape: their compile doubles in time and memory with each. A thread can't be ended, so
-an engine that takes grammars from strangers compiles only what a process of its own has compiled
-before, within a time and a size.
+an engine that takes grammars from strangers compiles only what another process has compiled before,
+within a time and a size. That process holds the tokens and forks a child for each grammar, which
+takes a millisecond or two: what is killed has nothing that the next one would miss.
 """
 
 import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import IO, NoReturn
 
 from octavo.serve.grammar_compile import (
     GrammarError,
     TokenSource,
+    TooLong,
     compile_grammar,
     refusal_of,
-    too_long,
 )
 from octavo.serve.types import Grammar
 
 READY_SECONDS = 60.0
 """A process may take so long to load the tokens, on a machine that has other things to do."""
+SLACK_SECONDS = 10.0
+"""Beyond a trial's time, for the process to say so."""
 MEMORY_BYTES = 2 << 30
 """What a compile may take; grammars people write take a few megabytes."""
 CPU_SLACK_SECONDS = 10
-"""A process whose engine has died ends by itself, so long after its compile should have."""
+"""A child whose parents were killed ends by itself, so long after its compile should have."""
+
+COMPILED, REFUSED, LATE, DIED = "compiled", "refused", "late", "died"
+type Verdict = tuple[str, str]
+"""One of these words, and the reason for a refusal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,20 +50,24 @@ class _Process:
 
     popen: subprocess.Popen[bytes]
 
-    def ask(self, message: object, seconds: float) -> str | None:
+    def ask(self, message: object, seconds: float) -> Verdict:
         """Its answer; TimeoutError, or EOFError when it has died."""
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
+        deadline = time.monotonic() + seconds
+        rest = memoryview(json.dumps(message).encode() + b"\n")
         try:
-            self.popen.stdin.write(json.dumps(message).encode() + b"\n")
-        except OSError:
+            while rest:  # as much as the pipe takes: a process that is stopped reads nothing
+                _wait_for([], [self.popen.stdin], deadline)
+                rest = rest[os.write(self.popen.stdin.fileno(), rest[: select.PIPE_BUF]) :]
+        except BrokenPipeError:
             raise EOFError from None
-        if not select.select([self.popen.stdout], [], [], seconds)[0]:
-            raise TimeoutError
+        _wait_for([self.popen.stdout], [], deadline)
         line = self.popen.stdout.readline()
         if not line:
             raise EOFError
-        return json.loads(line)
+        word, reason = json.loads(line)
+        return word, reason
 
     def end(self) -> None:
         """Kill it."""
@@ -68,26 +82,36 @@ class Trials:
         close: ends the processes; what nobody uses any more closes itself.
     """
 
-    def __init__(self, source: Callable[[], TokenSource], compile_seconds: float) -> None:
+    def __init__(self, source: Callable[[], TokenSource]) -> None:
         self._source = source
-        self._seconds = compile_seconds
         self._local = threading.local()
         self._processes: set[_Process] = set()
         self.close = weakref.finalize(self, _end_all, self._processes)
 
-    def __call__(self, grammar: Grammar) -> None:
-        """Compile it there; GrammarError if it is refused, takes too long or too much memory."""
+    def __call__(self, grammar: Grammar, seconds: float) -> None:
+        """Compile it there; GrammarError if it is refused or takes too much memory, TooLong."""
+        try:
+            word, reason = self._verdict(grammar, seconds)
+        except EOFError:  # whoever killed it, it was not the grammar
+            word, reason = self._verdict(grammar, seconds)
+        if word == LATE:
+            raise TooLong(seconds)
+        if word == DIED:
+            raise GrammarError("the grammar takes too much memory to compile")
+        if word == REFUSED:
+            raise GrammarError(reason)
+
+    def _verdict(self, grammar: Grammar, seconds: float) -> Verdict:
         process = self._process()
         try:
-            refusal = process.ask([grammar.kind, grammar.text], self._seconds)
+            asked = [grammar.kind, grammar.text, seconds]
+            return process.ask(asked, seconds + SLACK_SECONDS)
         except TimeoutError:
             self._end(process)
-            raise GrammarError(too_long(self._seconds)) from None
+            return LATE, ""
         except EOFError:
             self._end(process)
-            raise GrammarError("the grammar takes too much memory to compile") from None
-        if refusal is not None:
-            raise GrammarError(refusal)
+            raise
 
     def _process(self) -> _Process:
         process: _Process | None = getattr(self._local, "process", None)
@@ -106,7 +130,7 @@ class Trials:
             )
         )
         self._processes.add(process)
-        fields = [source.text, source.vocab_size, source.eos_id, self._seconds]
+        fields = [source.text, source.vocab_size, source.eos_id]
         try:
             process.ask(fields, READY_SECONDS)
         except (TimeoutError, EOFError):
@@ -121,30 +145,69 @@ class Trials:
         self._local.process = None
 
 
+def _wait_for(reading: list[IO[bytes]], writing: list[IO[bytes]], deadline: float) -> None:
+    if not any(select.select(reading, writing, [], max(0.0, deadline - time.monotonic()))):
+        raise TimeoutError
+
+
 def _end_all(processes: set[_Process]) -> None:
     for process in processes:
         process.end()
 
 
 def main() -> None:
-    """Read the tokens, then grammars, a JSON line each; answer each with null or its refusal."""
+    """Read the tokens, then grammars, a JSON line each; answer each with a verdict."""
     lines = iter(sys.stdin.buffer.readline, b"")
-    text, vocab_size, eos_id, seconds = json.loads(next(lines))
+    text, vocab_size, eos_id = json.loads(next(lines))
     tokenizer = TokenSource(text, vocab_size, eos_id).tokenizer()
-    _limit_memory()
-    _answer(None)
+    _write(sys.stdout.fileno(), (COMPILED, ""))
     for line in lines:
+        kind, text, seconds = json.loads(line)
+
+        def verdict(grammar: tuple = (kind, text)) -> Verdict:
+            try:
+                compile_grammar(tokenizer, Grammar(*grammar))
+            except BaseException as error:  # a panic is no Exception
+                return REFUSED, refusal_of(error)
+            return COMPILED, ""
+
+        _write(sys.stdout.fileno(), in_child(verdict, seconds))
+
+
+def in_child(work: Callable[[], Verdict], seconds: float) -> Verdict:
+    """What `work` returns in a child that has so much time; SystemExit if the engine has ended."""
+    answer, write = os.pipe()
+    child = os.fork()
+    if not child:
+        _be_child(work, write, seconds)
+    os.close(write)
+    try:
+        ready, _, _ = select.select([answer, sys.stdin], [], [], seconds)
+        if not ready:
+            return LATE, ""
+        if answer not in ready:  # nothing is written meanwhile: it is the end
+            sys.exit()
+        with os.fdopen(os.dup(answer), "rb") as lines:
+            word, reason = json.loads(lines.readline() or json.dumps((DIED, "")))
+            return word, reason
+    finally:
+        os.close(answer)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _be_child(work: Callable[[], Verdict], write: int, seconds: float) -> NoReturn:
+    """Do the work within its limits, write its verdict, end."""
+    try:
+        _limit_memory()
         _limit_time(seconds)
-        try:
-            compile_grammar(tokenizer, Grammar(*json.loads(line)))
-        except BaseException as error:  # a panic is no Exception
-            _answer(refusal_of(error))
-        else:
-            _answer(None)
+        _write(write, work())
+    finally:
+        os._exit(0)
 
 
-def _answer(reply: str | None) -> None:
-    os.write(sys.stdout.fileno(), json.dumps(reply).encode() + b"\n")
+def _write(descriptor: int, verdict: Verdict) -> None:
+    os.write(descriptor, json.dumps(verdict).encode() + b"\n")
 
 
 def _limit_memory() -> None:
@@ -156,9 +219,9 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime + seconds) + CPU_SLACK_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    """Of a child's, whose account begins with it."""
+    limit = int(seconds) + CPU_SLACK_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from octavo.serve.compile import ProgramKey
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.engine import Engine
 from octavo.serve.grammar import Grammars
-from octavo.serve.grammar_compile import COMPILE_SECONDS, token_source
+from octavo.serve.grammar_compile import token_source
 from octavo.serve.grammar_trial import Trials
 from octavo.serve.limits import GIB, Limits, Memory, page_size_of, resolve_limits
 from octavo.serve.pace import SERVING_DECODE_WAIT
@@ -221,7 +221,7 @@ def _grammars(config: EngineConfig, checkpoint: Checkpoint, *, serving: bool) ->
     load = partial(load_tokenizer, config.tokenizer or checkpoint.path)
     vocab_size, eos_ids = checkpoint.config.vocab_size, checkpoint.eos_ids
     source = cache(partial(token_source, load, vocab_size, eos_ids))
-    trial = Trials(source, COMPILE_SECONDS) if serving else None
+    trial = Trials(source) if serving else None
     return Grammars(lambda: source().tokenizer(), vocab_size, eos_ids, trial)
 
 

@@ -70,12 +70,14 @@ class Visit:
         arrived: monotonic time of its arrival.
         request_id: its name in headers and traces; the client's own if it has one.
         key: name of the API key it came with; empty without one.
+        client: the key's name, or without one the address it came from.
         samples: those that were submitted to the engine.
     """
 
     arrived: float = field(default_factory=time.monotonic)
     request_id: str = ""
     key: str = ""
+    client: str = ""
     samples: list[SampleTimes] = field(default_factory=list)
 
     def sample(self, request: Request) -> SampleTimes:

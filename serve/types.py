@@ -89,6 +89,7 @@ class Request:
         cache_salt: part of the prefix-cache key; equal salts share pages.
         grammar: what the text must be; None is anything.
         thinking: a bound for its reasoning, which a text with a grammar has none of.
+        client: who asks, as far as is known: clients take turns where one may hold up others.
         pooling: one of config.POOLINGS for an embedding of the prompt (max_tokens is 0), or "".
         readmitted: it was let in by an engine that has ended since, so no queue is too full for it.
     """
@@ -102,6 +103,7 @@ class Request:
     cache_salt: str = ""
     grammar: Grammar | None = None
     thinking: Thinking | None = None
+    client: str = ""
     pooling: str = ""
     readmitted: bool = False
 

@@ -15,7 +15,7 @@ from test_engine import LOOPS, PLAIN, check_pages_free, prompts
 from tiny import EOS, VOCAB, drain, run, tiny_engine, tiny_tokenizer, tiny_tokens
 
 from octavo.sampling.params import SamplingParams
-from octavo.serve import grammar_compile
+from octavo.serve import grammar_jobs
 from octavo.serve.grammar import Grammars
 from octavo.serve.inflight import InFlight
 from octavo.serve.types import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Grammar, Request
@@ -42,7 +42,7 @@ GRAMMARS = [
 @pytest.fixture(autouse=True)
 def no_deadline(monkeypatch):
     """A slow machine's compiles are not refused."""
-    monkeypatch.setattr(grammar_compile, "COMPILE_SECONDS", 600)
+    monkeypatch.setattr(grammar_jobs, "COMPILE_SECONDS", 600)
 
 
 def text_of(tokens):
@@ -231,9 +231,9 @@ def test_min_tokens_holds_where_the_grammar_allows_it():
 
 def test_samples_of_one_prompt_share_a_compile_and_differ(monkeypatch):
     compiled = []
-    compile_ = grammar_compile.compile_grammar
+    compile_ = grammar_jobs.compile_grammar
     monkeypatch.setattr(
-        grammar_compile, "compile_grammar", lambda *a: compiled.append(1) or compile_(*a)
+        grammar_jobs, "compile_grammar", lambda *a: compiled.append(1) or compile_(*a)
     )
     engine = tiny_engine(eos_ids=(EOS,))
     grammar = Grammar.regex("[a-z]{12}")
@@ -337,7 +337,7 @@ def gated_engine(**fields):
     return engine, gate
 
 
-def test_others_run_while_a_grammar_compiles(alone):
+def test_others_run_while_a_grammar_jobss(alone):
     engine, gate = gated_engine()
     waiting, _, _, free, _ = requests()
     engine.add(waiting)
@@ -367,7 +367,7 @@ def test_an_abort_while_compiling_leaves_nothing(alone):
 
 
 def test_a_compile_that_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(grammar_compile, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(grammar_jobs, "COMPILE_SECONDS", 0.05)
     engine, gate = gated_engine()
     engine.add(requests()[0])
     _, last = drain(engine)
@@ -441,6 +441,7 @@ def test_a_failed_stage_fails_what_was_running_and_keeps_what_waits(alone, monke
 )
 def test_an_end_in_the_step_that_fails_is_told_by_the_recovery(monkeypatch, name, stage, grammar):
     engine = tiny_engine(eos_ids=(EOS,))
+    engine.grammars.compile(GRAMMARS[0])  # so that both begin in one step
     engine.add(requests()[0])
     engine.add(Request(name, (5, 6, 7), sampled(1, max_tokens=3), grammar=grammar))
     intact = pydoc.locate(stage)
@@ -483,7 +484,7 @@ def test_a_compile_that_cant_be_started_refuses_its_request_alone(alone, monkeyp
 def test_a_bug_in_a_compile_ends_its_request_alone(alone, monkeypatch, error):
     engine = tiny_engine(eos_ids=(EOS,))
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_compile, "compile_grammar", raising(error))
+        patch.setattr(grammar_jobs, "compile_grammar", raising(error))
         engine.add(Request("bad", (5, 6), sampled(1), grammar=Grammar.choice(["no"])))
         _, last = run(engine, [r for r in requests() if r.grammar is None])
     assert last["bad"].finish_reason == FINISH_ERROR
