@@ -126,6 +126,10 @@ class ClockEngine:
         self._stats.running = len(self._rows)
         return self._stats
 
+    def slack(self) -> float:
+        """None: it does not wait for a device."""
+        return 0.0
+
     def on_compile(self, callback: Callable[[], None]) -> None:
         """There is nothing to compile."""
 

@@ -11,6 +11,7 @@ USAGE = """usage: octavo bench WHAT [--flags]
   prefill     time to the first token by prompt length
   throughput  tokens a second over a mix of requests, offline
   trace       idle share of the device in steady decode, and its kernels by time
+  trace_prefill  the kernels of a prefill by time
   pace        what newcomers and running requests wait for one another
   serve       latency and throughput of any OpenAI server, from outside
   load        what the server costs when the engine costs nothing
@@ -31,6 +32,7 @@ COMMANDS = {
     "prefill": Command(engine.command("prefill"), ENGINE, engine.define, engine.HELP),
     "throughput": Command(engine.command("throughput"), ENGINE, engine.define, engine.HELP),
     "trace": Command(engine.command("trace"), ENGINE, engine.define, engine.HELP),
+    "trace_prefill": Command(engine.command("trace_prefill"), ENGINE, engine.define, engine.HELP),
     "pace": Command(engine.command("pace"), ENGINE, engine.define, engine.HELP),
     "serve": Command(serve.run, (), serve.define, serve.HELP),
     "load": Command(server_bench.run, (), server_bench.define, server_bench.HELP),

@@ -1,4 +1,4 @@
-"""`octavo bench decode | prefill | throughput | trace | pace | context`: an engine in this process.
+"""`octavo bench decode | prefill | throughput | trace | trace_prefill | pace | context`: an engine.
 
 Random weights unless --model and --load_format say otherwise; prompts are random ids, sampling is
 greedy, end-of-sequence is ignored, the prefix cache is off.
@@ -8,6 +8,7 @@ between dispatches while all B rows decode, over the steps of a dispatch.
 prefill: one request's time to its first token, median of --repeats.
 throughput: --workload, all submitted at once.
 trace: what the device does in steady decode, and how long nothing (bench/trace.py).
+trace_prefill: what it does in prefills of --prompts tokens.
 pace: what running requests and newcomers wait for one another (bench/pace.py).
 context: one prompt of --tokens, then --generated decode steps on it, and the memory they took.
 """
@@ -30,7 +31,7 @@ from absl import flags
 from octavo.bench.floors import CEILINGS, Ceilings, ModelCost
 from octavo.bench.pace import pace
 from octavo.bench.report import Results, flag_values, percentile, rounded
-from octavo.bench.trace import trace
+from octavo.bench.trace import trace, trace_prefill
 from octavo.bench.workload import DEFAULT, load, random_prompts
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.configfile import LoadedConfig
@@ -54,7 +55,7 @@ HELP = """[MORE ...] [--flags]   MORE: others of them on the same engine
 
   --rows=1,8,32,64,128,256  decode, trace, pace: rows of a batch
   --prompt=1024 --generated=144
-  --prompts=128,1024,8192   prefill: lengths of the prompt
+  --prompts=128,1024,8192   prefill, trace_prefill: lengths of the prompt
   --repeats=5               prefill: timed requests; throughput: 3 timed runs by default
   --workload=FILE           throughput: lengths of prompts and outputs
   --long=8192               pace: prompts that arrive beside running requests
@@ -304,6 +305,7 @@ MEASURES: dict[str, Callable[[Any], None]] = {
     "prefill": EngineBench.prefill,
     "throughput": EngineBench.throughput,
     "trace": trace,
+    "trace_prefill": trace_prefill,
     "pace": pace,
 }
 

@@ -77,7 +77,7 @@ STAGES = (
     Stage("block", ("kernel", "block"), 180, limit=300, kernel="block"),
     Stage("step", ("kernel", "step"), 180, limit=300, kernel="raw"),
     Stage("prefill", ("kernel", "prefill"), 120, limit=240, kernel="prefill"),
-    Stage("decode", ("decode", "prefill", "trace", f"--model={SHAPE_8B}"), 400),
+    Stage("decode", ("decode", "prefill", "trace", "trace_prefill", f"--model={SHAPE_8B}"), 400),
     Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20"), 100),
     Stage("throughput", (*MIX, f"--model={SHAPE_8B}"), 320),
     Stage("serve", (*SERVED, "--rates=4,16,32", "--concurrency=256"), 400, SERVER),

@@ -1,9 +1,10 @@
-"""`octavo bench trace`: what the device does while an engine decodes, from a profiler's trace.
+"""`octavo bench trace | trace_prefill`: what the device does, from a profiler's trace.
 
 idle: share of the traced window in which nothing runs on the device. CUDA graphs are recorded as
 wholes, which costs them next to nothing; a `while` inside one would hide its kernels otherwise.
 kernels: microseconds and launches of a step, longest first, from a second trace that records single
 kernels. That slows the step (`traced_ms`), so its times compare with one another only.
+Prefills run without graphs, so one trace has both: a line for each length of --prompts.
 """
 
 import tempfile
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.bench.report import rounded
 
 if TYPE_CHECKING:
-    import jax
+    from contextlib import AbstractContextManager
 
     from octavo.bench.engine import EngineBench
 
@@ -22,10 +23,28 @@ WARM_DISPATCHES, TRACED_DISPATCHES = 6, 12
 SPARE_DISPATCHES = 8
 """Dispatches' worth of tokens beyond: the first rows decode while the last prompts are computed."""
 
-MOST_KERNELS = 16
+TRACED_PROMPTS = 3
+
+MOST_KERNELS = 24
 
 Event = tuple[int, int, str]
 """Start ns, end ns, name."""
+
+
+def trace_prefill(bench: "EngineBench") -> None:
+    """A line for each length of the prompt."""
+    for tokens in map(int, bench.flag["prompts"]):
+        for _ in range(2):
+            bench.run(bench.prompts(1, tokens), 1)
+        prompts = bench.prompts(TRACED_PROMPTS, tokens)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax_trace(folder, graphs=False):
+                for prompt in prompts:
+                    bench.run([prompt], 1)
+            events = device_events(Path(folder))
+        busy = rounded(busy_ns(events) / TRACED_PROMPTS / 1e6, 4)
+        line = kernels(events, TRACED_PROMPTS)
+        bench.say(what="trace_prefill", prompt=tokens, busy_ms=busy, **line)
 
 
 def trace(bench: "EngineBench") -> None:
@@ -42,8 +61,6 @@ def trace(bench: "EngineBench") -> None:
 
 def traced(bench: "EngineBench", rows: int, *, graphs: bool) -> tuple[list[Event], int]:
     """The device's events in some steady dispatches of `rows` requests, and their decode steps."""
-    import jax
-
     engine, per_dispatch = bench.engine, bench.llm.config.max_decode_steps
     tokens = (WARM_DISPATCHES + TRACED_DISPATCHES + SPARE_DISPATCHES) * per_dispatch
     bench.submit(bench.prompts(rows, bench.flag["prompt"]), tokens)
@@ -53,7 +70,7 @@ def traced(bench: "EngineBench", rows: int, *, graphs: bool) -> tuple[list[Event
     for _ in range(WARM_DISPATCHES):
         engine.step()
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=profiler_options(graphs=graphs)):
+        with jax_trace(folder, graphs=graphs):
             made = sum(len(e.token_ids) for _ in range(TRACED_DISPATCHES) for e in engine.step())
         events = device_events(Path(folder))
     while engine.has_work():
@@ -61,7 +78,7 @@ def traced(bench: "EngineBench", rows: int, *, graphs: bool) -> tuple[list[Event
     return events, max(made // rows, 1)
 
 
-def profiler_options(*, graphs: bool) -> "jax.profiler.ProfileOptions":
+def jax_trace(folder: str, *, graphs: bool) -> "AbstractContextManager[Any]":
     """Nothing of the host, which would be slowed; CUDA graphs as wholes or by their kernels."""
     import jax
 
@@ -69,7 +86,7 @@ def profiler_options(*, graphs: bool) -> "jax.profiler.ProfileOptions":
     options.host_tracer_level = 0
     options.python_tracer_level = 0
     options.advanced_configuration = {"gpu_enable_cupti_activity_graph_trace": graphs}
-    return options
+    return jax.profiler.trace(folder, profiler_options=options)
 
 
 def device_events(folder: Path) -> list[Event]:

@@ -4,8 +4,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
-HALVED_FROM = 256
-"""Tokens from which a class lies between each power of 2 and the next."""
+HALVED_FROM, QUARTERED = 256, (512, 1024)
+"""Powers of 2 from which a class lies between each and the next, and those where three do."""
 
 
 @dataclass(frozen=True, order=True)
@@ -74,15 +74,18 @@ def make_buckets(
     """Classes up to the engine's limits.
 
     `fine` (GPU) doubles up to HALVED_FROM; beyond, where a step's time grows with its tokens, one
-    class lies between each power of 2 and the next. Coarse (CPU, where a bucket costs seconds of
-    compile) quadruples. A class of pages is a program more for each class of tokens, and unused
-    pages cost next to no work: one that saves less than a quarter of the next is left out.
+    class lies between each power of 2 and the next, and of tokens three where a server's usual
+    mixed steps are: some hundred rows that decode, and a prompt or two. Coarse (CPU, where a bucket
+    costs seconds of compile) quadruples. A class of pages is a program more for each class of
+    tokens, and unused pages cost next to no work: one that saves less than a quarter of the next is
+    left out.
     """
     classes = _fine if fine else _coarse
+    tokens = classes(min(32, max_batch_tokens), max_batch_tokens)
     pages = _classes(128, max_pages, 8)
     return Buckets(
         decode_rows=classes(1, max_num_seqs),
-        mixed_tokens=classes(min(32, max_batch_tokens), max_batch_tokens),
+        mixed_tokens=tuple(sorted({*tokens, *_quarters(tokens, fine=fine)})),
         pages=tuple(a for a, b in pairwise(pages) if 4 * a <= 3 * b) + pages[-1:],
         max_num_seqs=max_num_seqs,
     )
@@ -92,6 +95,11 @@ def _fine(first: int, last: int) -> tuple[int, ...]:
     sizes = _classes(first, last, 2)
     between = (size * 3 // 2 for size in sizes if size >= HALVED_FROM)
     return tuple(sorted({*sizes, *(size for size in between if size < last)}))
+
+
+def _quarters(classes: tuple[int, ...], *, fine: bool) -> set[int]:
+    sizes = {size * part // 4 for size in classes if size in QUARTERED for part in (5, 7)}
+    return {size for size in sizes if size < classes[-1]} if fine else set()
 
 
 def _coarse(first: int, last: int) -> tuple[int, ...]:

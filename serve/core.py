@@ -109,6 +109,7 @@ class CoreLoop:
             busy = self._engine.has_work()
             idle = CONTROL_POLL_MS if self._controls.busy else IDLE_POLL_MS
             self.receive(0 if busy else idle)
+            self.await_newcomers()
             busy = self._engine.has_work() or busy  # what came may end in the step that begins it
             if self._engine.has_work() and not self.step():
                 return EXIT_FAILED
@@ -129,6 +130,11 @@ class CoreLoop:
             except zmq.Again:
                 return
             self._handle(identity, b"".join(frames))
+
+    def await_newcomers(self) -> None:
+        """Take what arrives while the device has enough to do: it goes with the next dispatch."""
+        while not self._stopping and (wait_ms := int(self._engine.slack() * 1000)):
+            self.receive(wait_ms)
 
     def step(self) -> bool:
         """One engine step, its events sent; False when the engine is beyond use."""

@@ -31,6 +31,10 @@ class CoreEngine(Protocol):
         """Stop a request."""
         ...
 
+    def slack(self) -> float:
+        """Seconds that the next step may wait for who arrives."""
+        ...
+
     def step(self) -> list[TokenEvent]:
         """Advance and report."""
         ...

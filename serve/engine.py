@@ -29,6 +29,7 @@ from octavo.serve.inflight import Forwarded, InFlight
 from octavo.serve.pace import DecodePace
 from octavo.serve.runner import Runner
 from octavo.serve.scheduler import Scheduler
+from octavo.serve.slack import DispatchSlack
 from octavo.serve.step_budget import StepBudget
 from octavo.serve.step_clock import StepClock
 from octavo.serve.thinking import close_due, may_close
@@ -96,6 +97,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._news: list[TokenEvent] = []
         self._steps = StepClock()
+        self._slack = DispatchSlack()
         self.budget = budget
         gap = budget.limit if budget else None
         self.pace = DecodePace(decode_wait, scheduler.config.max_decode_steps, gap)
@@ -190,6 +192,16 @@ class Engine:
         self.source = staged.path
         log.info("weights of %s, epoch %d", staged.path, self.weights_epoch)
 
+    def slack(self) -> float:
+        """Seconds by which the next step may be put off without the device running dry.
+
+        Who is added meanwhile goes with its dispatch, instead of waiting for it to end.
+        """
+        since = self._steps.since
+        if self._in_flight is None or since is None:
+            return 0.0
+        return self._slack.left(self.runner.kind(self._in_flight.batch), since, self._clock())
+
     def step(self) -> list[TokenEvent]:
         """Advance by one dispatch and return what is new.
 
@@ -201,11 +213,11 @@ class Engine:
 
     def _step(self) -> None:
         self._admit_compiled()
-        batch = None
+        batch, started = None, self._clock()
         if self._gate != "shut":
             steps, forced = self.pace.steps(), self.grammars.forced
             batch = self.scheduler.schedule(self._clock(), steps, forced)
-        begun = self._begin(batch) if batch else None
+        begun = self._begin(batch, started) if batch else None
         previous, self._in_flight = self._in_flight, None
         if previous:
             self._commit(previous, more=begun is not None)
@@ -222,15 +234,23 @@ class Engine:
         news, self._news = self._news, []
         return news
 
-    def _begin(self, batch: ScheduledBatch) -> InFlight | Forwarded:
-        """Dispatch a batch; one that has to wait for masks up to its logits."""
+    def _begin(self, batch: ScheduledBatch, started: float) -> InFlight | Forwarded:
+        """Dispatch a batch; one that has to wait for masks up to its logits.
+
+        `started` is when its scheduling began.
+        """
+        late = self._in_flight is not None and self._in_flight.done
         begun: InFlight | Forwarded
         if self.grammars.constrain(batch) or may_close(batch):
             begun = self.runner.forward(batch, grammar=True)
         else:
             begun = self.runner.dispatch(batch)
-        late = self._in_flight is not None and self._in_flight.done
-        self._steps.dispatched(batch, self._clock(), late=late)
+        now = self._clock()
+        if batch.is_decode and self._in_flight is not None:
+            # What prefills are made of begins while the rest of it is still on its way.
+            late = self._in_flight.done
+            self._slack.dispatched(now - started, late=late)
+        self._steps.dispatched(batch, now, late=late)
         return begun
 
     def _finish(self, begun: InFlight | Forwarded) -> InFlight:
@@ -246,6 +266,7 @@ class Engine:
         results = ready.read()
         now = self._clock()
         seconds = self._steps.answered(ready.batch, now)
+        self._slack.answered(self.runner.kind(ready.batch), seconds)
         if ready.batch.is_decode:
             self.pace.note(seconds, ready.batch.num_steps)
         elif self.budget:

@@ -147,14 +147,18 @@ class ProgramBuilder:
         return keys
 
     def plain_keys(self, flags: Sequence[SamplingFlags] = COMMON_FLAGS) -> list[ProgramKey]:
-        """What requests of `flags` need, without log-probabilities of prompts, in any company."""
+        """What requests of `flags` need, without log-probabilities of prompts, in any company.
+
+        In the order of their compiles: those that take longest first, and those that differ from
+        them in sampling alone last, for XLA has by then chosen kernels for products like theirs.
+        """
         buckets = self.settings.buckets.all()
         singly = self.settings.max_decode_steps == 1
         stepped = [bucket for bucket in buckets if singly or not bucket.is_decode]
-        keys = [ProgramKey("forward", bucket) for bucket in stepped]
-        if not singly:
-            decode = [bucket for bucket in buckets if bucket.is_decode]
-            keys += [self.decode_key(bucket, one) for one in flags for bucket in decode]
+        decode = [] if singly else [bucket for bucket in buckets if bucket.is_decode]
+        keys = [self.decode_key(bucket, one) for one in flags[:1] for bucket in decode]
+        keys += [ProgramKey("forward", bucket) for bucket in stepped]
+        keys += [self.decode_key(bucket, one) for one in flags[1:] for bucket in decode]
         rows = sorted({bucket.rows for bucket in stepped})
         return keys + [self.sample_key(size, one) for one in flags for size in rows]
 

@@ -125,6 +125,10 @@ class Runner:
             return self.settings.buckets.decode(len(batch.rows), pages)
         return self.settings.buckets.mixed(batch.num_tokens, len(batch.rows), pages)
 
+    def kind(self, batch: ScheduledBatch) -> tuple[Bucket, int]:
+        """What decides how long a batch keeps the device, but for the lengths of its rows."""
+        return self._bucket(batch), batch.num_steps
+
     def forward(self, batch: ScheduledBatch, *, grammar: bool = False) -> Forwarded:
         """Queue a one-step batch up to its logits; `grammar` if `sample` will bring a mask."""
         return self._forward(batch, self._flags(batch, grammar=grammar))

@@ -32,6 +32,11 @@ class StepClock:
         self._last_answer = float("-inf")
         self._idle_since: float | None = None
 
+    @property
+    def since(self) -> float | None:
+        """When the device began, at the earliest, with the oldest unread dispatch."""
+        return max(self._dispatched_at[0], self._last_answer) if self._dispatched_at else None
+
     def dispatched(self, batch: ScheduledBatch, now: float, *, late: bool) -> None:
         """A batch is on the device since `now`; `late` if it had finished what it had before."""
         if self._idle_since is not None:
@@ -43,7 +48,8 @@ class StepClock:
 
     def answered(self, batch: ScheduledBatch, now: float) -> float:
         """The oldest batch's answer was read; the seconds that it kept the device."""
-        seconds = now - max(self._dispatched_at.popleft(), self._last_answer)
+        seconds = now - (self.since or now)
+        self._dispatched_at.popleft()
         self._last_answer = now
         self.seconds.observe(seconds / batch.num_steps, batch.num_steps)
         return seconds

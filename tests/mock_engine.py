@@ -252,6 +252,9 @@ class MockEngine:
         self.rows[request.request_id] = _Row(request)
         self.counters.prompt_tokens += len(request.prompt)
 
+    def slack(self):
+        return 0.0
+
     def on_compile(self, callback):
         self.announce_compile = callback
 

@@ -47,5 +47,8 @@ class ScheduledEngine:
     def stats(self):
         return self._scheduler.stats()
 
+    def slack(self):
+        return 0.0
+
     def on_compile(self, callback):
         pass

@@ -108,9 +108,11 @@ def test_a_trace_without_a_gpu_claims_nothing(tmp_path):
         "--max_decode_steps=2",
         *SIZES,
     ]
-    assert cli.main(["bench", "trace", f"--model={GGUF}", f"--out={out}", *args]) == 0
-    line = lines_of(out)[1]
+    asked = ["bench", "trace", "trace_prefill", f"--model={GGUF}", f"--out={out}", "--prompts=5"]
+    assert cli.main([*asked, *args]) == 0
+    _, line, prefill, _ = lines_of(out)
     assert (line["what"], line["idle"], line["kernels"]) == ("trace", None, {})
+    assert (prefill["what"], prefill["prompt"], prefill["busy_ms"]) == ("trace_prefill", 5, 0.0)
 
 
 def test_idle_is_what_no_event_covers():

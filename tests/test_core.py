@@ -294,3 +294,19 @@ def test_figures_follow_what_came_and_went_in_one_turn(make):
         messages.append(msgspec.msgpack.decode(client.recv(), type=ToApi))
     assert messages[-1].stats.generated_tokens == 1
     assert messages[-1].stats.running == 0
+
+
+def test_who_arrives_while_the_device_is_busy_goes_with_the_next_dispatch(make, monkeypatch):
+    harness = make()
+    client = harness.client(b"api")
+    harness.send(client, Hello())
+    order, left = [], [0.5, 0.0004]
+    added, step = harness.engine.add, harness.engine.step
+    monkeypatch.setattr(harness.engine, "slack", lambda: left.pop(0) if left else 0.0)
+    monkeypatch.setattr(harness.engine, "add", lambda r: (order.append("add"), added(r)))
+    monkeypatch.setattr(harness.engine, "step", lambda: (order.append("step"), step())[1])
+    client.send(msgspec.msgpack.encode(add([ask("late", max_tokens=1)])))
+    harness.loop.await_newcomers()
+    assert (order, left) == (["add"], [])
+    harness.loop.step()
+    assert order == ["add", "step"]

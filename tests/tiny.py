@@ -1,5 +1,6 @@
 """A two-layer random model for engine tests: compiles in seconds, behaves like the real thing."""
 
+import time
 from functools import cache
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def replicate_heads(layer, config, replicas):
     return {**layer, "qkv": jnp.concatenate([q, kv], axis=2), "out": out}
 
 
-def tiny_engine(*, eos_ids=(), params=None, tensor=1, **fields):
+def tiny_engine(*, eos_ids=(), params=None, tensor=1, clock=time.monotonic, **fields):
     """A fresh engine on the shared runner; `fields` are SchedulerConfig's."""
     runner = tiny_runner(tensor)
     runner.reset_device_state()
@@ -147,6 +148,7 @@ def tiny_engine(*, eos_ids=(), params=None, tensor=1, **fields):
         grammars=Grammars(tiny_tokens, VOCAB, eos_ids),
         overlap=settings["overlap"],
         seed=0,
+        clock=clock,
     )
 
 
