@@ -24,7 +24,7 @@ from octavo.sampling.params import MAX_SEED, SamplingParams
 from octavo.serve.config import POOLINGS
 from octavo.serve.core_engine import Gate
 from octavo.serve.grammar import Grammars
-from octavo.serve.grammar_compile import no_tokens
+from octavo.serve.grammar_compile import GrammarError, no_tokens
 from octavo.serve.inflight import Forwarded, InFlight
 from octavo.serve.pace import DecodePace
 from octavo.serve.runner import Runner
@@ -287,8 +287,11 @@ class Engine:
                 self.scheduler.release(request_id)
                 continue
             self.scheduler.abort(request_id, FINISH_ERROR)
+            invalid = isinstance(error, GrammarError)
             self._news.append(
-                TokenEvent(request_id, finish_reason=FINISH_ERROR, error=error, invalid=True)
+                TokenEvent(
+                    request_id, finish_reason=FINISH_ERROR, error=str(error), invalid=invalid
+                )
             )
 
     def recover(self, reason: str) -> list[TokenEvent]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.sampling.pack import mask_words
-from octavo.serve.grammar_compile import GrammarError, reason
+from octavo.serve.grammar_compile import GrammarError, NoTrial, reason
 from octavo.serve.grammar_jobs import GrammarCompiler, Job, Trial
 from octavo.serve.panics import panics_are_errors
 from octavo.serve.types import Grammar, Request, RowResult, ScheduledBatch
@@ -52,15 +52,15 @@ class Grammars:
         self._jobs[request.request_id] = grammar, self._compiler.submit(grammar, request.client)
 
     def compile(self, grammar: Grammar) -> None:
-        """Compile and wait for it, so that a request need not; GrammarError if it is refused."""
+        """Compile and wait for it, so that a request need not; raises as Job.matcher."""
         job = self._compiler.submit(grammar)
         while not job.settled:
             wait([job.future], 0.1)
         job.matcher()
 
-    def settled(self) -> list[tuple[str, str | None]]:
+    def settled(self) -> list[tuple[str, GrammarError | NoTrial | None]]:
         """Requests whose grammar has been compiled or refused since the last call, with why."""
-        ended: list[tuple[str, str | None]] = []
+        ended: list[tuple[str, GrammarError | NoTrial | None]] = []
         if not self._jobs or not self._compiler.news():
             return ended
         for request_id, (_, job) in list(self._jobs.items()):
@@ -70,8 +70,8 @@ class Grammars:
             error = None
             try:
                 self._matchers[request_id] = job.matcher()
-            except GrammarError as refusal:
-                error = str(refusal)
+            except (GrammarError, NoTrial) as failure:
+                error = failure
             ended.append((request_id, error))
         return ended
 

@@ -36,6 +36,10 @@ class TooLong(GrammarError):
         super().__init__(f"the grammar took longer than {seconds:g} s to compile")
 
 
+class NoTrial(RuntimeError):
+    """A grammar could not be tried, for which it is not to blame."""
+
+
 def no_tokens() -> "LLTokenizer":
     """The tokens of an engine without a tokenizer: GrammarError."""
     raise GrammarError(NO_TOKENIZER)

@@ -13,7 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from octavo.serve.grammar_compile import GrammarError, TooLong, compile_grammar, refusal_of
+from octavo.serve.grammar_compile import (
+    GrammarError,
+    NoTrial,
+    TooLong,
+    compile_grammar,
+    refusal_of,
+)
 from octavo.serve.types import Grammar
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ FIRST, LONG = range(2)
 
 type Trial = Callable[[Grammar, float], None]
 """Tries a grammar for so many seconds: GrammarError for what must not be compiled here, TooLong for
-what has not ended."""
+what has not ended, anything else where it can't be tried."""
 
 
 class Job:
@@ -52,7 +58,7 @@ class Job:
     def attempt(self, seconds: float) -> bool:
         """Compile it if its trial ends in time; whether that is settled, for better or worse."""
         try:
-            self._trial(seconds)
+            self._try(seconds)
             self._started = time.monotonic()
             self.future.set_result(self._compile())
         except TooLong as error:
@@ -62,6 +68,15 @@ class Job:
         except BaseException as error:  # a panic is no Exception
             self.future.set_exception(error)
         return True
+
+    def _try(self, seconds: float) -> None:
+        try:
+            self._trial(seconds)
+        except GrammarError:
+            raise
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            raise NoTrial(f"the grammar could not be compiled: {why}") from error
 
     @property
     def late(self) -> bool:
@@ -76,16 +91,21 @@ class Job:
 
     @property
     def overtaken(self) -> bool:
-        """Whether it has ended for want of time, which the next one may have more of."""
-        return self.future.done() and isinstance(self.future.exception(), TooLong)
+        """Whether it has ended for want of time, or of a trial, which the next one may have."""
+        return self.future.done() and isinstance(self.future.exception(), TooLong | NoTrial)
 
     def matcher(self) -> "LLMatcher":
-        """A fresh matcher, once it is settled; GrammarError if the grammar is refused."""
+        """A fresh matcher, once it is settled.
+
+        GrammarError if the grammar is refused, NoTrial if it could not be tried.
+        """
         if not self.future.done():
             raise TooLong(COMPILE_SECONDS)
         error = self.future.exception()
         if error is None:
             return self.future.result().deep_copy()
+        if isinstance(error, NoTrial):
+            raise NoTrial(str(error)) from error
         # Not `error` itself: it is kept with the grammar, and each raise would hang the frames of
         # its callers to it, with the batch that they hold.
         raise GrammarError(refusal_of(error)) from error

@@ -89,7 +89,10 @@ class Trials:
         self.close = weakref.finalize(self, _end_all, self._processes)
 
     def __call__(self, grammar: Grammar, seconds: float) -> None:
-        """Compile it there; GrammarError if it is refused or takes too much memory, TooLong."""
+        """Compile it there; GrammarError if it is refused or takes too much memory, TooLong.
+
+        OSError or RuntimeError where there is no process.
+        """
         try:
             word, reason = self._verdict(grammar, seconds)
         except EOFError:  # whoever killed it, it was not the grammar
@@ -132,10 +135,13 @@ class Trials:
         self._processes.add(process)
         fields = [source.text, source.vocab_size, source.eos_id]
         try:
-            process.ask(fields, READY_SECONDS)
+            word, reason = process.ask(fields, READY_SECONDS)
         except (TimeoutError, EOFError):
             self._end(process)
             raise RuntimeError("no process to compile grammars in") from None
+        if word == REFUSED:
+            self._end(process)
+            raise GrammarError(reason)
         self._local.process = process
         return process
 
@@ -146,7 +152,12 @@ class Trials:
 
 
 def _wait_for(reading: list[IO[bytes]], writing: list[IO[bytes]], deadline: float) -> None:
-    if not any(select.select(reading, writing, [], max(0.0, deadline - time.monotonic()))):
+    ready = select.poll()  # select knows no descriptor beyond 1023
+    for file in reading:
+        ready.register(file, select.POLLIN)
+    for file in writing:
+        ready.register(file, select.POLLOUT)
+    if not ready.poll(1000 * max(0.0, deadline - time.monotonic())):
         raise TimeoutError
 
 
@@ -156,10 +167,17 @@ def _end_all(processes: set[_Process]) -> None:
 
 
 def main() -> None:
-    """Read the tokens, then grammars, a JSON line each; answer each with a verdict."""
+    """Read the tokens, then grammars, a JSON line each; answer each with a verdict.
+
+    Refused tokens end it.
+    """
     lines = iter(sys.stdin.buffer.readline, b"")
     text, vocab_size, eos_id = json.loads(next(lines))
-    tokenizer = TokenSource(text, vocab_size, eos_id).tokenizer()
+    try:
+        tokenizer = TokenSource(text, vocab_size, eos_id).tokenizer()
+    except GrammarError as error:
+        _write(sys.stdout.fileno(), (REFUSED, str(error)))
+        return
     _write(sys.stdout.fileno(), (COMPILED, ""))
     for line in lines:
         kind, text, seconds = json.loads(line)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from mock_server import PATIENCE, running
-from tiny import EOS, VOCAB, tiny_tokens
+from tiny import EOS, VOCAB, tiny_engine, tiny_tokens
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve.grammar import Grammars
@@ -168,6 +168,36 @@ def test_want_of_time_is_not_remembered(tried):
             with pytest.raises(GrammarError):
                 ended(jobs[-1])
         assert (jobs[0] is jobs[1]) == again
+
+
+@pytest.mark.parametrize(
+    ("failure", "invalid", "tries"),
+    [
+        (GrammarError("no such feature"), True, 1),
+        (OSError("no memory"), False, 2),
+        (RuntimeError("no process"), False, 2),
+        (EOFError(), False, 2),
+    ],
+)
+def test_what_cannot_be_tried_is_the_servers_fault_and_not_remembered(failure, invalid, tries):
+    """It was a 400, also for whoever sent the grammar later. A refusal is one, for all of them."""
+    tried = []
+
+    def trial(grammar, seconds):
+        tried.append(grammar)
+        raise failure
+
+    engine = tiny_engine(eos_ids=(EOS,))
+    engine.grammars = Grammars(tiny_tokens, VOCAB, (EOS,), trial)
+    for name in "ab":
+        engine.add(request(name, "a"))
+        events = []
+        while engine.has_work():
+            events += engine.step()
+        (event,) = events
+        assert (event.finish_reason, event.invalid) == ("error", invalid)
+        assert (str(failure) or "EOFError") in event.error
+    assert len(tried) == tries
 
 
 def test_clients_are_told_apart_by_key_or_else_by_address(tmp_path):

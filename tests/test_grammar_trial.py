@@ -9,6 +9,7 @@ import sys
 import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,6 +179,18 @@ def test_what_becomes_of_a_child():
         assert ran.communicate(timeout=PATIENCE) == ("", "")
     assert said == ["('compiled', 'x')\n", "('died', '')\n", "('late', '')\n"]
     assert ran.returncode == 0
+
+
+def test_tokens_that_are_refused_there_are_refused_in_the_same_words():
+    source = replace(tiny_source(), vocab_size=3)
+    with pytest.raises(GrammarError) as here:
+        source.tokenizer()
+    trials = Trials(lambda: source)
+    with pytest.raises(GrammarError) as there:
+        trials(GOOD, PATIENCE)
+    assert str(there.value) == str(here.value)
+    assert not trials._processes
+    trials.close()
 
 
 def test_a_servers_engine_tries_grammars_first_and_ones_own_does_not():
