@@ -39,7 +39,8 @@ def add_samples(
     own = ready.generation.get("max_tokens", ready.max_model_len)
     default = own if wanted.chat else COMPLETION_DEFAULT_TOKENS
     for prompt in prompts:
-        prompt = _truncate(prompt, body.truncate_prompt_tokens, ready.max_model_len)
+        room = ready.max_model_len - (1 if max_tokens is None else max_tokens)
+        prompt = _truncate(prompt, body.truncate_prompt_tokens, room)
         sizes = (len(prompt.ids), max_tokens, default, ready.max_model_len)
         count = check_length(*sizes, body.length_field)
         check_vocabulary(prompt.ids, "prompt", ready.vocab_size)
@@ -63,15 +64,15 @@ def add_samples(
             job.add(prompt, request)
 
 
-def _truncate(prompt: Prompt, keep: int | None, limit: int) -> Prompt:
-    """The last `keep` tokens; -1 keeps what the context holds. The dropped text isn't echoed."""
+def _truncate(prompt: Prompt, keep: int | None, room: int) -> Prompt:
+    """The last `keep` tokens, or for -1 `room`, where there is any. The dropped isn't echoed."""
     if keep is None:
         return prompt
     if keep < -1 or keep == 0:
         message = f"truncate_prompt_tokens must be -1 or at least 1, not {shown(keep)}"
         raise errors.invalid(message, "truncate_prompt_tokens")
-    keep = limit if keep == -1 else keep
-    return prompt if len(prompt.ids) <= keep else Prompt(prompt.ids[-keep:])
+    keep = room if keep == -1 else keep
+    return Prompt(prompt.ids[-keep:]) if 0 < keep < len(prompt.ids) else prompt
 
 
 def _params(

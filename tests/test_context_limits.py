@@ -89,12 +89,17 @@ def test_a_prompt_that_fills_the_context_can_be_scored(srv):
 
 
 def test_truncation_counts_before_the_limit(srv):
-    for keep, most in ((LIMIT - 1, 1), (LIMIT, 0), (-1, 0), (5, LIMIT - 5)):
+    for keep, most in ((LIMIT - 1, 1), (LIMIT, 0), (5, LIMIT - 5)):
         fields = {"truncate_prompt_tokens": keep}
         status, answer = post(srv, COMPLETIONS, 3 * LIMIT, max_tokens=most, **fields)
         assert (status, *counted(COMPLETIONS, answer)) == (200, "length", most)
         assert answer["usage"]["prompt_tokens"] == LIMIT - most
         assert post(srv, COMPLETIONS, 3 * LIMIT, max_tokens=most + 1, **fields)[0] == 400
+    for most in (0, 1, LIMIT - 1):
+        fields = {"truncate_prompt_tokens": -1, "max_tokens": most}
+        status, answer = post(srv, COMPLETIONS, 3 * LIMIT, **fields)
+        assert (status, *counted(COMPLETIONS, answer)) == (200, "length", most)
+        assert answer["usage"]["prompt_tokens"] == LIMIT - most
     assert (
         post(srv, COMPLETIONS, LIMIT + 1, max_tokens=0, truncate_prompt_tokens=LIMIT + 1)[0] == 400
     )

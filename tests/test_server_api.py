@@ -195,9 +195,26 @@ def test_token_ids_and_prompt_logprobs(srv):
 def test_truncation_keeps_the_end(srv):
     body = srv.good(srv.complete("abcdef", truncate_prompt_tokens=2, max_tokens=3, echo=True))
     assert text(body) == "efefe"
-    long = srv.complete("a" * 3000, truncate_prompt_tokens=-1, max_tokens=1)
-    assert long[0] == 400
-    assert "2048" in long[2]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"), [(5, 2043), (0, 2048), (2047, 1), (None, 2047), (2048, None), (3000, None)]
+)
+def test_truncation_to_what_the_context_holds_leaves_room_for_the_answer(srv, asked, kept):
+    """It was a 400 whenever there was something to cut."""
+    fields = {"truncate_prompt_tokens": -1, "max_tokens": asked}
+    for text in ("b" * 2000 + "a" * 1000, [98] * 2000 + [97] * 1000):
+        status, _, body = srv.complete(text, **fields)
+        if kept is None:
+            assert status == 400
+            assert f"max_tokens is {asked}" in body["error"]["message"]
+            continue
+        assert status == 200
+        usage = body["usage"]
+        assert (usage["prompt_tokens"], usage["total_tokens"] <= 2048) == (kept, True)
+    said = srv.chat("a" * 3000, **fields | {"max_tokens": asked or 1})
+    assert (said[0] == 200) == (kept is not None)
+    assert srv.good(srv.complete("ab", truncate_prompt_tokens=-1))["usage"]["prompt_tokens"] == 2
 
 
 # Chat --------------------------------------------------------------------------------------------
