@@ -8,6 +8,10 @@ HALVED_FROM, QUARTERED = 256, (512, 1024)
 """Powers of 2 from which a class lies between each and the next, and those where three do."""
 
 
+LEAST_COST = 256
+"""Tokens that a step costs at the least: reading the weights takes as long as computing so many."""
+
+
 @dataclass(frozen=True, order=True)
 class Bucket:
     """Padded shape of a step: T tokens, S rows, P pages a row, longest query of a row.
@@ -56,6 +60,19 @@ class Buckets:
         """Smallest mixed bucket for `tokens` tokens in `rows` rows of up to `pages` pages."""
         size = _at_least(self.mixed_tokens, max(tokens, rows))
         return Bucket(size, min(size, self.max_num_seqs), _at_least(self.pages, pages), size)
+
+    def worthwhile(self, tokens: int, least: int, rows: int) -> int:
+        """How many of `tokens` a mixed step should compute, `least` or more.
+
+        Fewer than all if a smaller class holds all but a few, and these cost less in the next step,
+        beside the `rows` that decode there anyway, than the padding of the larger class would.
+        """
+        smaller = self.mixed_tokens[: bisect_left(self.mixed_tokens, tokens)]
+        if not smaller or smaller[-1] < least:
+            return tokens
+        rest = min(tokens - smaller[-1] + rows, self.mixed_tokens[-1])
+        apart = smaller[-1] + max(_at_least(self.mixed_tokens, rest), LEAST_COST)
+        return smaller[-1] if apart < _at_least(self.mixed_tokens, tokens) else tokens
 
     def all(self) -> list[Bucket]:
         """Every bucket, decode first: what warm-up compiles."""

@@ -147,6 +147,7 @@ def assemble(
     scheduler = Scheduler(
         _scheduler_config(config, limits, layout.dtype, serving=serving),
         budget.prefill_tokens if budget else None,
+        settings.buckets.worthwhile,
     )
     log.info("%s: %s (%.2f GiB)", config.model, limits, layout.num_pages * layout.page_bytes / GIB)
     return Engine(

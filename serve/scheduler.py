@@ -49,23 +49,30 @@ from octavo.serve.types import (
 PrefillBudget = Callable[[int, int], int]
 """(decode rows, tokens in their caches) -> prefill tokens that keep the step short enough."""
 
+Worthwhile = Callable[[int, int, int], int]
+"""(tokens of a step, the least of them, rows) -> those to compute now; see `Buckets.worthwhile`."""
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, prefix sharing and preemption by recompute.
 
     Decisions are a function of the calls alone (arguments and order). `prefill_budget` may lower
     a step's prefill tokens, to bound its time; at least a page's worth is always allowed.
+    `worthwhile` may leave the end of the last prompt to the next step; one token at least is taken.
     """
 
     def __init__(
-        self, config: SchedulerConfig, prefill_budget: PrefillBudget | None = None
+        self,
+        config: SchedulerConfig,
+        prefill_budget: PrefillBudget | None = None,
+        worthwhile: Worthwhile | None = None,
     ) -> None:
         self.config = config
         self._rows = Rows(config)
         self._waiting = WaitingQueue(config)
         self._flights: deque[Flight] = deque()
         self._states: dict[str, RequestState] = {}
-        self._prefill_budget = prefill_budget
+        self._prefill_budget, self._worthwhile = prefill_budget, worthwhile
         self._counters = EngineStats(pages_total=self._rows.pool.total, page_size=config.page_size)
         self._serial = 0
         self._closed = False
@@ -332,6 +339,9 @@ class Scheduler:
         start = state.computed
         cap = self.config.max_chunk_tokens
         end = min(len(state.tokens), start + (budget if cap is None else min(budget, cap)))
+        if self._worthwhile and not self._waiting and state is self._rows.running[-1]:
+            others = sum(row.query_len for row in rows)
+            end = start - others + self._worthwhile(others + end - start, others + 1, len(rows))
         state.decoding = end == len(state.tokens)
         samples = state.decoding and state.limit > 0
         rows.append(

@@ -3,7 +3,7 @@
 from fake_device import Loop
 
 from octavo.sampling.params import SamplingParams
-from octavo.serve.scheduler import PrefillBudget, Scheduler, SchedulerConfig
+from octavo.serve.scheduler import PrefillBudget, Scheduler, SchedulerConfig, Worthwhile
 from octavo.serve.types import Request
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5)
@@ -20,8 +20,15 @@ def config(**fields) -> SchedulerConfig:
     return SchedulerConfig(**{**defaults, **fields})
 
 
-def loop_of(prefill_budget: PrefillBudget | None = None, **fields) -> Loop:
-    return Loop(Scheduler(config(**fields), prefill_budget))
+def loop_of(
+    prefill_budget: PrefillBudget | None = None, worthwhile: Worthwhile | None = None, **fields
+) -> Loop:
+    return Loop(Scheduler(config(**fields), prefill_budget, worthwhile))
+
+
+def in_fives(tokens: int, least: int, rows: int) -> int:
+    """A `Worthwhile` that fills classes of 5, 10, 15 ... tokens."""
+    return max(tokens // 5 * 5, least) if tokens >= 5 else tokens
 
 
 def request(id_, prompt=PROMPT, max_tokens=8, *, priority=0, salt="", **params) -> Request:

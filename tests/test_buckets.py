@@ -51,6 +51,25 @@ def test_classes_ascend_to_the_limits_without_repeats(made):
     assert len(set(buckets.all())) == len(buckets.all()) < 250
 
 
+@given(sizes(), st.data())
+def test_what_is_worthwhile_is_all_or_fills_a_class(made, data):
+    buckets, max_tokens = made
+    tokens = data.draw(st.integers(1, max_tokens))
+    least = data.draw(st.integers(1, tokens))
+    kept = buckets.worthwhile(tokens, least, data.draw(st.integers(0, buckets.max_num_seqs)))
+    assert least <= kept <= tokens
+    assert kept == tokens or kept in buckets.mixed_tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "kept"),
+    [(2052, 4, 2048), (2128, 80, 2048), (2048, 4, 2048), (582, 250, 582), (1030, 4, 1030)],
+)
+def test_a_few_tokens_more_than_a_class_go_with_the_next_step(tokens, rows, kept):
+    buckets = make_buckets(256, 8192, 130, fine=True)
+    assert buckets.worthwhile(tokens, rows + 1, rows) == kept
+
+
 def test_fine_classes_waste_at_most_half_of_a_step():
     buckets = make_buckets(256, 8192, 128, fine=True)
     for rows in range(1, 257):

@@ -2,7 +2,7 @@
 
 import pytest
 from fake_device import alone
-from scheduler_cases import PROMPT, config, loop_of, request, step
+from scheduler_cases import PROMPT, config, in_fives, loop_of, request, step
 
 from octavo.serve.queue import QueueFull
 from octavo.serve.scheduler import Scheduler
@@ -96,6 +96,16 @@ def test_a_prefill_budget_shortens_chunks_but_never_below_a_page():
     loop.add(request("b", range(50, 60)))
     assert step(loop) == [("a", 9, 1, 1), ("b", 0, 4, 1)]
     assert asked == [(0, 0), (0, 0), (1, 10)]
+
+
+def test_the_end_of_the_last_prompt_may_be_left_to_the_next_step():
+    loop = loop_of(worthwhile=in_fives, prefix_caching=False)
+    loop.add(request("a"))
+    assert [step(loop), step(loop)] == [[("a", 0, 5, 1)], [("a", 5, 4, 1)]]
+    loop.add(request("b", range(50, 60)))
+    loop.add(request("c", range(70, 73)))
+    assert step(loop) == [("a", 9, 1, 1), ("b", 0, 10, 1), ("c", 0, 1, 1)]  # one token at least
+    assert step(loop) == [("a", 10, 1, 1), ("b", 10, 1, 1), ("c", 1, 2, 1)]
 
 
 def test_row_slots_bound_the_batch_and_are_used_again():

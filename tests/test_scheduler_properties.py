@@ -10,6 +10,7 @@ import pytest
 from fake_device import Loop, alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scheduler_cases import in_fives
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve.queue import QueueFull
@@ -104,7 +105,7 @@ def perform(loop: Loop, operation: tuple) -> None:
 
 
 def run(config: SchedulerConfig, script: list[tuple]) -> Loop:
-    loop = Loop(Scheduler(config))
+    loop = Loop(Scheduler(config, worthwhile=in_fives if config.num_pages % 2 else None))
     for operation in script:
         perform(loop, operation)
         loop.scheduler.check()
