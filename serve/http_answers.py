@@ -1,7 +1,11 @@
 """How one answer goes out over uvicorn's HTTP/1.1: what its own cycle lacks."""
 
+import asyncio
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from octavo.serve import errors
 
 TOO_SLOW = 408
 
@@ -44,6 +48,8 @@ class Answer:
       see its answer. So one that is to be closed before the request has ended is left open
       (`lingers`) for the protocol to close behind the request's end. A client whose body came too
       slowly is not waited for.
+    - What is cancelled when the server ends, since its body never came or nobody reads it, is no
+      fault of the application.
     """
 
     __slots__ = ("_app", "_cycle", "_unsized", "lingers")
@@ -56,7 +62,26 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        await self._app(scope, receive, self._send)
+        try:
+            await self._app(scope, receive, self._send)
+        except asyncio.CancelledError:
+            await self._give_up(scope["path"])
+
+    async def _give_up(self, path: str) -> None:
+        """Say why, if that may still be said and nobody has to be waited for."""
+        cycle = self._cycle
+        if not cycle.response_started and not cycle.flow.write_paused:
+            error = errors.unavailable("the server is shutting down")
+            headers = {"content-type": "application/json", "connection": "close", **error.headers()}
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            body = error.body_for(path)
+            raw.append((b"content-length", b"%d" % len(body)))
+            start = {"type": "http.response.start", "status": error.status, "headers": raw}
+            await cycle.send(start)  # pyright: ignore[reportArgumentType]
+            await cycle.send({"type": "http.response.body", "body": body, "more_body": False})
+        elif not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.transport.abort()
 
     async def _send(self, message: Message) -> None:
         cycle = self._cycle

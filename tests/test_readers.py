@@ -6,10 +6,14 @@ import json
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 
 import pytest
 from mock_server import PATIENCE, running
+from test_server_life import exit_code
 from test_streams import LONG
+
+from octavo.serve.call import MAX_UNREAD_TOKENS
 
 MORE = 200_000
 """Tokens whose events no socket's buffers hold."""
@@ -140,3 +144,38 @@ def test_a_request_that_takes_too_long_ends_on_each_endpoint():
             assert b"took longer than 5 s" in body
             assert not stream or body.count(b"event") or body.endswith(b"data: [DONE]\n\n")
         server.wait(server.idle)
+
+
+def test_a_server_that_ends_says_so_to_who_still_sends_and_waits_for_no_reader():
+    """Not before the drain's deadline, and not with the words of a fault."""
+    with (
+        running(engine={"max_model_len": 2 * MORE}, drain_seconds=0.3) as server,
+        contextlib.ExitStack() as connections,
+    ):
+        stream = fields_of("/v1/completions", MORE, stream=True, n=16, temperature=1)
+        connections.enter_context(sent(server, "/v1/completions", stream, small=True))
+        enough = 16 * MAX_UNREAD_TOKENS  # more than the kernel takes
+        server.wait(lambda: server.metric("vllm:generation_tokens_total") > enough)
+        halves = {path: connections.enter_context(half_sent(server, path)) for path in LONG}
+        server.signal()
+        for path, raw in halves.items():
+            answer = HTTPResponse(raw)
+            answer.begin()
+            error = json.loads(answer.read())["error"]
+            assert (answer.status, error["message"]) == (503, "the server is shutting down"), path
+            assert ("code" in error) == (path != "/v1/messages")
+        assert exit_code(server) == 0
+        assert "ASGI" not in server.log  # what uvicorn says of faults
+
+
+@contextlib.contextmanager
+def half_sent(server, path):
+    """A connection on which the server waits for a body: it has asked for it."""
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as raw:
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+        )
+        raw.sendall(head.encode())
+        asked = b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert raw.recv(len(asked), socket.MSG_WAITALL) == asked
+        yield raw
