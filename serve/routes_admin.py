@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from octavo.sampling.shown import shown
 from octavo.serve import errors, objects
 from octavo.serve.bodies import parse_body, take
-from octavo.serve.context import ServerContext, context_of
+from octavo.serve.context import ServerContext, context_of, read_body
 from octavo.serve.openapi import request_schema
 
 PAUSES = ("abort", "wait", "keep")
@@ -52,6 +52,18 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
+async def _asked(request: Request, defaults: Mapping[str, str]) -> dict[str, str]:
+    """The query parameters of an order that takes no body, of which these are known; ApiError 400.
+
+    A pause that overlooked a mode in a body would end requests that were to be kept.
+    """
+    body = await read_body(request, context_of(request).config)
+    if body.strip() not in (b"", b"{}"):
+        known = " and ".join(defaults) or "there are none"
+        raise errors.invalid(f"the order takes no body, but query parameters: {known}")
+    return _query(request, defaults)
+
+
 def _query(request: Request, defaults: Mapping[str, str]) -> dict[str, str]:
     """The query parameters of a request, of which these are known; ApiError 400."""
     asked = {**defaults, **request.query_params}
@@ -66,7 +78,7 @@ def _query(request: Request, defaults: Mapping[str, str]) -> dict[str, str]:
 async def pause(request: Request) -> Response:
     """Let no request go on; `mode` and `clear_cache` are query parameters, as with vLLM."""
     context = _context(request)
-    asked = _query(request, PAUSE_DEFAULTS)
+    asked = await _asked(request, PAUSE_DEFAULTS)
     mode = _one_of("mode", asked["mode"], PAUSES)
     clear = _one_of("clear_cache", asked["clear_cache"].lower(), ("true", "false")) == "true"
     await context.client.control("pause", mode=mode, clear_cache=clear)
@@ -76,21 +88,25 @@ async def pause(request: Request) -> Response:
 @router.post("/resume", response_model=None)
 async def resume(request: Request) -> Response:
     """End a pause; a drain's as well, which waits for requests that the pause holds back."""
-    await _context(request, draining=True).client.control("resume")
+    context = _context(request, draining=True)
+    await _asked(request, {})
+    await context.client.control("resume")
     return _json({"status": "resumed"})
 
 
 @router.get("/is_paused", response_model=None)
 async def is_paused(request: Request) -> Response:
     """Whether requests wait for a resume."""
-    return _json({"is_paused": _context(request).client.state.paused})
+    context = _context(request)
+    _query(request, {})
+    return _json({"is_paused": context.client.state.paused})
 
 
 @router.post("/reset_prefix_cache", response_model=None)
 async def reset_prefix_cache(request: Request) -> Response:
     """Share nothing with later requests that was computed until now; what runs goes on."""
     context = _context(request)
-    _query(request, {})
+    await _asked(request, {})
     await context.client.control("forget")
     return _json({"status": "reset"})
 
@@ -99,6 +115,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 async def reload_weights(request: Request) -> Response:
     """Replace the weights in place."""
     context = _context(request)
+    _query(request, {})
     body = await take(request, lambda raw: parse_body(ReloadBody, raw or b"{}"))
     mode = _one_of("mode", body.mode or RELOADS[0], RELOADS)
     start = time.monotonic()

@@ -281,10 +281,23 @@ def test_what_does_not_fit_is_refused(srv):
         ("/pause?clear_cache=maybe", None, "clear_cache"),
         ("/pause?tags=x", None, "tags"),
         ("/reset_prefix_cache?reset_external=true", None, "reset_external"),
+        ("/resume?now=1", None, "now"),
+        ("/reload_weights?mode=abort", {}, "mode"),
     ):
         status, _, body = srv.post(path, fields)
         assert (status, body["error"]["param"]) == (400, name)
+    assert srv.get("/is_paused?x=1")[0] == 400
     assert srv.status() == "ready"
+
+
+@pytest.mark.parametrize("order", ["/pause", "/resume", "/reset_prefix_cache"])
+def test_an_order_that_takes_no_body_does_not_overlook_one(srv, order):
+    """A pause whose mode came in a body ended what it was to keep."""
+    status, _, body = srv.post(order, {"mode": "keep"})
+    assert (status, "takes no body" in body["error"]["message"]) == (400, True)
+    assert srv.status() == "ready"
+    srv.good(srv.post(order, {}))
+    srv.good(srv.post("/resume"))
 
 
 def test_restarts_load_what_was_loaded_last():
