@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from octavo.sampling.shown import shown
-from octavo.serve.errors import ApiError, invalid
+from octavo.serve.errors import ApiError, invalid, unsupported
 from octavo.serve.protocol import ChatBody, StopStrings
 from octavo.serve.reasoning import MAX_BUDGET
 from octavo.serve.reasoning_effort import SWITCH
@@ -95,6 +95,11 @@ def chat_body(body: MessagesBody) -> ChatBody:
 def _thinking(thinking: Any) -> tuple[str | None, int | None]:
     """Kind of `thinking` and tokens of reasoning it allows; None leaves either to the model."""
     kind = _kind(thinking)
+    for name, value in thinking.items() if kind is not None else ():
+        if name == "display" and value not in (None, "summarized"):
+            raise unsupported("thinking.display", "the reasoning itself comes out, unabridged")
+        if name not in ("type", "budget_tokens", "display"):
+            raise _wrong(f"thinking.{name}", "is not offered; known: type, budget_tokens")
     if thinking is None or kind in ("adaptive", "disabled"):
         return kind, None
     if kind != "enabled":

@@ -17,8 +17,8 @@ MAX_PROMPTS = 2048
 SEVERAL = 8192
 """Items that are looked at on the event loop, at most."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_SAID_AS = {"developer": "system", "function": "tool"}
-"""Roles that few templates know, and those that say the same."""
+_SAID_AS = {"developer": "system", "function": "tool", "reasoning": "reasoning_content"}
+"""Roles and a field that few templates know, and those that say the same."""
 _NOT_TEXT = "only text parts are accepted; images, audio and files are not supported"
 _TEMPLATE_OWN = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "template"}
@@ -110,11 +110,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if content is None and not (role == "assistant" and calls):
         raise _wrong(f"{where}.content", f"is required of the role {shown(role)}")
     out["content"] = None if content is None else _content(content, f"{where}.content")
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
             if not isinstance(message[name], str):
                 raise _wrong(f"{where}.{name}", f"must be a string, not {shown(message[name])}")
-            out[name] = message[name]
+            out[_SAID_AS.get(name, name)] = message[name]
     if calls:
         out["tool_calls"] = calls
     return out

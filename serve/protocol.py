@@ -384,7 +384,7 @@ def check_scheduling(priority: int | None, cache_salt: str | None) -> None:
 
 def _check_chat(body: ChatBody) -> None:
     if body.top_logprobs is not None:
-        if not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
         if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
             message = f"top_logprobs must be 0 .. {MAX_LOGPROBS}, not {shown(body.top_logprobs)}"

@@ -214,6 +214,8 @@ def test_thinking_comes_first(client):
             "tool_choice.disable_parallel_tool_use",
         ),
         ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display is not supp"),
+        ({"thinking": {"type": "disabled", "effort": 1}}, "thinking.effort is not offered"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "disabled"}}, "thinking.type"),  # its tags are several tokens each
@@ -232,7 +234,7 @@ def test_what_asks_for_nothing_is_taken(client):
     neutral = {
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
-        "thinking": {"type": "adaptive"},
+        "thinking": {"type": "adaptive", "display": "summarized"},
         "metadata": {"user_id": "me"},
     }
     message = client.messages.create(**ask("hey<|eos|>", **neutral))

@@ -270,3 +270,11 @@ def test_a_field_reaches_the_engine_as_it_was_meant(recorded, path, field):
     without = good | beside
     asked = {name: item for name, item in without.items() if name != INSTEAD.get(field)}
     assert changes(recorded(path, without), recorded(path, asked | {field: value})) == wanted
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_of_the_conversation_has_two_names(recorded, name):
+    """vLLM's newer one was dropped without a word."""
+    turns = [USER, {**ASSISTANT, name: "hm"}, OTHER]
+    got = recorded("/v1/chat/completions", CHATTED | {"messages": turns})
+    assert got["prompt.messages"] == [USER, {**ASSISTANT, "reasoning_content": "hm"}, OTHER]

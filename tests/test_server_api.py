@@ -484,6 +484,8 @@ def test_neutral_and_harmless_fields_change_nothing(srv):
         "parallel_tool_calls": True,
         "logit_bias": {},
         "top_k": -1,
+        "logprobs": False,
+        "top_logprobs": 0,
         "stop": [],
         "n": None,
         "some_future_field": None,
