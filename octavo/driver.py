@@ -7,6 +7,7 @@ found at any moment, by the garbage collector even in the middle of a step: it i
 when the engine is free.
 """
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -32,6 +33,7 @@ class Driver:
 
     def __init__(self, engine: Engine, outputs: OutputProcessor) -> None:
         self._engine: Engine | None = engine
+        self._process = os.getpid()
         self._outputs = outputs
         self._mail: dict[str, Mailbox] = {}
         self._events: dict[str, EventMailbox] = {}
@@ -40,7 +42,8 @@ class Driver:
 
     @property
     def engine(self) -> Engine:
-        """The engine; RuntimeError once it is closed."""
+        """The engine; RuntimeError once it is closed, and in a fork of its process."""
+        self._check_process()
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
@@ -53,6 +56,7 @@ class Driver:
     @contextmanager
     def alone(self) -> Iterator[Engine]:
         """The engine without another thread or Ctrl-C in between."""
+        self._check_process()
         with interrupts_deferred(), self._turn:
             self._forget_left()
             yield self.engine
@@ -90,6 +94,7 @@ class Driver:
 
     def advance(self) -> None:
         """One engine step, or a moment's wait while another thread makes one."""
+        self._check_process()
         with interrupts_deferred() as deferral:
             if not self._turn.acquire(timeout=TURN_SECONDS):
                 return
@@ -131,6 +136,11 @@ class Driver:
             self._engine = None
             self._mail.clear()
             self._events.clear()
+
+    def _check_process(self) -> None:
+        """RuntimeError in a fork: its threads are not there, and locks may be held by such."""
+        if os.getpid() != self._process:
+            raise RuntimeError("an LLM does not work in a fork: make one in the child process")
 
     def _step(self, engine: Engine, deferral: Deferral) -> None:
         try:

@@ -51,6 +51,8 @@ class LLM:
     ) -> None:
         if config is None:
             config = EngineConfig()
+        elif not isinstance(config, EngineConfig | str | Path):
+            raise ValueError(f"config must be an EngineConfig or a path, not {shown(config)}")
         elif not isinstance(config, EngineConfig):
             config = load_config_file(config).engine
         if model is not None:
@@ -143,6 +145,8 @@ class LLM:
         **template_options: Any,
     ) -> RequestOutput:
         """Answer a conversation, rendered by the model's chat template."""
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages must be a list of messages, not {shown(messages)}")
         ids = self._require_tokenizer().encode_chat(list(messages), **template_options)
         params = self.default_params(max_tokens=None) if params is None else params
         return self.generate([ids], params, grammar=grammar)[0]
@@ -183,7 +187,7 @@ class LLM:
         Tokenizer and sampling defaults stay. Returns the new weights epoch. ValueError for a model
         that is damaged or of other shapes: the old weights stay.
         """
-        return self._driver.swap(self.engine.stage(model))
+        return self._driver.swap(self.engine.stage(str(model)))
 
     # Internals ----------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import os
 import pickle
 import random
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -225,6 +227,32 @@ def test_it_can_not_be_copied(llm):
     assert pickle.loads(pickle.dumps((output, greedy(2)))) == (output, greedy(2))
 
 
+def test_a_fork_is_told_so_and_does_not_hang(llm):
+    """As multiprocessing makes them: neither the device's threads nor the locks are sound there."""
+    reader = llm.stream(prompts()[1], greedy(100))
+    next(reader)
+    with llm._driver.alone(), warnings.catch_warnings():  # a lock that the child never gets back
+        warnings.simplefilter("ignore")  # JAX's own
+        child = os.fork()
+        if not child:
+            os._exit(refusals(llm, reader))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == len(CALLS) + 1
+    reader.close()
+
+
+def refusals(llm, reader):
+    """How many calls say that they work in no fork; the process ends soon whatever happens."""
+    signal.alarm(60)
+    refused = 0
+    for call in (lambda llm: next(reader), *CALLS.values()):
+        try:
+            call(llm)
+        except RuntimeError as error:
+            refused += "in a fork" in str(error)
+    return refused
+
+
 WRONG = [
     (lambda llm: llm.generate(None), "prompts must be"),
     (lambda llm: llm.generate(5), "prompts must be"),
@@ -245,6 +273,10 @@ WRONG = [
     (lambda llm: llm.score("text"), "a list of token ids"),
     (lambda llm: llm.score(None), "a list of token ids"),
     (lambda llm: llm.score([]), "at least one token"),
+    (lambda llm: llm.chat(None), "messages must be a list"),
+    (lambda llm: llm.chat(5), "messages must be a list"),
+    (lambda llm: llm.reload(5), "no model at '5'"),
+    (lambda llm: octavo.LLM(MODEL, config=5), "config must be an EngineConfig or a path"),
 ]
 
 
