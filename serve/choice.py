@@ -22,6 +22,7 @@ class Wanted:
         token_ids: report token ids beside the text.
         tokens_as_ids: log-probabilities name tokens by their ids, not by their texts.
         usage: a stream ends with a usage event.
+        counting: and each event says what was used until then.
         timing: usage says where the time went.
         shown: special tokens that are spelled out whatever skip_special_tokens says.
         structured: what the text must be, if anything.
@@ -35,6 +36,7 @@ class Wanted:
     token_ids: bool = False
     tokens_as_ids: bool = False
     usage: bool = False
+    counting: bool = False
     timing: bool = False
     shown: frozenset[int] = frozenset()
     structured: Structured | None = None

@@ -187,13 +187,21 @@ class Generation:
 
     def _opening(self) -> bytes:
         """What a stream says before the first news: of choices that want no token, all."""
-        with_usage, chat = self._wanted.usage, self._wanted.chat
-        self._writers = [
-            objects.ChunkWriter(self._identity, c.index, chat=chat, with_usage=with_usage)
-            for c in self.choices
-        ]
+        self._writers = [self._writer(choice) for choice in self.choices]
         done = [c for c in self.choices if c.finish_reason is not None]
         return b"".join(self._greet(c) + self._last(c, Delta(), c.finish_reason) for c in done)
+
+    def _writer(self, choice: Choice) -> objects.ChunkWriter:
+        identity, chat = self._identity, self._wanted.chat
+        if not self._wanted.counting:
+            with_usage = self._wanted.usage
+            return objects.ChunkWriter(identity, choice.index, chat=chat, with_usage=with_usage)
+
+        def used() -> dict[str, Any]:
+            sample, read = choice.sample, len(choice.prompt.ids)
+            return objects.usage(read, sample.completion_tokens, sample.cached_tokens)
+
+        return objects.CountingWriter(identity, choice.index, chat=chat, used=used)
 
     def _closing(self) -> bytes:
         return (self._usage_event() if self._wanted.usage else b"") + objects.SSE_DONE

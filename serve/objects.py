@@ -6,7 +6,7 @@ clients split lines at U+2028 and its kin.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Self
@@ -262,6 +262,35 @@ class ChunkWriter:
             rest["stop_reason"] = stop_reason
         rest.update(extra or {})
         return (head + _members(rest) + "}").encode() + self._end
+
+
+class CountingWriter(ChunkWriter):
+    """Events of one choice of a stream, each with what the choice has `used` until then."""
+
+    def __init__(
+        self, identity: Identity, index: int, *, chat: bool, used: Callable[[], dict[str, Any]]
+    ) -> None:
+        super().__init__(identity, index, chat=chat, with_usage=True)
+        self._used = used
+
+    def text(self, text: str) -> bytes:
+        """As above."""
+        return self._counted(super().text(text))
+
+    def role(self, extra: dict[str, Any]) -> bytes:
+        """As above."""
+        return self._counted(super().role(extra))
+
+    def full(self, text: str, **fields: Any) -> bytes:
+        """As above."""
+        return self._counted(super().full(text, **fields))
+
+    def delta(self, fields: dict[str, Any], **others: Any) -> bytes:
+        """As above."""
+        return self._counted(super().delta(fields, **others))
+
+    def _counted(self, event: bytes) -> bytes:
+        return event.removesuffix(b"null}\n\n") + to_json(self._used()) + b"}\n\n"
 
 
 def _members(fields: dict[str, Any]) -> str:

@@ -90,6 +90,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -165,6 +166,11 @@ class SamplingBody(StructuredBody):
         asked = self.stream_options and self.stream_options.include_usage
         return bool(asked or self.return_timing)
 
+    @property
+    def counts_on(self) -> bool:
+        """Whether every event of the stream says how much has been used until then."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
@@ -217,51 +223,6 @@ class ChatBody(SamplingBody):
     def top_logprobs_asked(self) -> int | None:
         """Alternatives a token, None when no log-probabilities are wanted."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class TokenizeBody(BaseModel):
-    """POST /tokenize: `prompt`, or `messages` to be rendered by the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Any] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    reasoning_effort: str | None = None
-
-    def chat(self) -> ChatBody:
-        """The chat whose prompt `messages` make."""
-        fields = ("add_special_tokens", *OF_MESSAGES)
-        return ChatBody(messages=self.messages or [], **{k: getattr(self, k) for k in fields})
-
-
-OF_MESSAGES = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "tools",
-    "tool_choice",
-    "reasoning_effort",
-)
-"""Fields of TokenizeBody that say how messages become a prompt."""
-
-
-class DetokenizeBody(BaseModel):
-    """POST /detokenize."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    model: str | None = None
-    tokens: TokenIds
 
 
 def sampling_params(
@@ -363,6 +324,9 @@ def check_combinations(body: CompletionBody | ChatBody) -> None:
     """Refuse fields that contradict each other; ApiError 400."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only accepted with stream=true", "stream_options")
+    if body.counts_on and not body.include_usage:
+        message = "stream_options.continuous_usage_stats needs include_usage=true"
+        raise invalid(message, "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs can't be streamed", "prompt_logprobs")
     check_scheduling(body.priority, body.cache_salt)

@@ -34,6 +34,7 @@ async def completions(request: Request) -> Response:
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         usage=body.include_usage,
+        counting=body.counts_on,
         timing=bool(body.return_timing),
         structured=structured,
     )
@@ -60,6 +61,7 @@ async def chat_completions(request: Request) -> Response:
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         usage=body.include_usage,
+        counting=body.counts_on,
         timing=bool(body.return_timing),
         shown=plan.shown if plan else frozenset(),
         structured=structured,

@@ -11,7 +11,7 @@ from octavo.serve.errors import invalid, unknown_model
 from octavo.serve.metrics import exposition
 from octavo.serve.openapi import request_schema
 from octavo.serve.prompts import Prompt
-from octavo.serve.protocol import OF_MESSAGES, DetokenizeBody, TokenizeBody
+from octavo.serve.tokenize_protocol import OF_MESSAGES, DetokenizeBody, TokenizeBody
 from octavo.serve.wire import Ready
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -26,6 +26,7 @@ from octavo.serve import (
     routes_ops,
     routes_responses,
     routes_score,
+    tokenize_protocol,
 )
 from octavo.serve.absent import ABSENT
 from octavo.serve.auth import KeyRing
@@ -46,8 +47,8 @@ ROUTERS = (
 BODIES = (
     protocol.CompletionBody,
     protocol.ChatBody,
-    protocol.TokenizeBody,
-    protocol.DetokenizeBody,
+    tokenize_protocol.TokenizeBody,
+    tokenize_protocol.DetokenizeBody,
     responses_protocol.ResponsesBody,
     messages_protocol.MessagesBody,
     routes_embeddings.EmbeddingBody,

@@ -16,9 +16,10 @@ from test_request_values import CHAT, CHATTED, ENDPOINTS, INSTEAD
 from octavo.sampling.params import MAX_INT32, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED
 from octavo.sampling.shown import shown
 from octavo.serve.absent import ABSENT
-from octavo.serve.protocol import OF_MESSAGES, UNSUPPORTED, DetokenizeBody, TokenizeBody
+from octavo.serve.protocol import UNSUPPORTED
 from octavo.serve.reasoning import MAX_BUDGET
 from octavo.serve.routes_admin import ReloadBody
+from octavo.serve.tokenize_protocol import OF_MESSAGES, DetokenizeBody, TokenizeBody
 
 CONTEXT = 2048
 

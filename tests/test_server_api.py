@@ -309,6 +309,30 @@ def test_chat_stream_with_usage(srv):
     assert all(e["usage"] is None for e in events[:-2])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_each_event_counts_on_demand(srv, path):
+    """Load generators of vLLM's count tokens by it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    said = {"messages": [{"role": "user", "content": "hey"}], "prompt": "hey"}
+    name = "messages" if "chat" in path else "prompt"
+    body = {name: said[name], "max_tokens": 3, "n": 2, "stream_options": options}
+    *events, last, done = srv.stream(path, body)
+    assert done == "[DONE]"
+    for index in (0, 1):
+        mine = [e for e in events if e["choices"][0]["index"] == index]
+        counts = [e["usage"]["completion_tokens"] for e in mine]
+        assert counts == sorted(counts)
+        assert counts[-1] == 3
+        read = last["usage"]["prompt_tokens"]
+        assert all(e["usage"]["total_tokens"] == read + n for e, n in zip(mine, counts))
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)
+    plain = srv.stream(path, {**body, "seed": 1, "stream_options": {"include_usage": True}})
+    counted = srv.stream(path, {**body, "seed": 1})
+    for one, other in zip(plain[:-2], counted[:-2], strict=True):
+        assert one["choices"] == other["choices"]
+        assert (one["usage"], one.keys()) == (None, other.keys())
+
+
 def test_stream_logprobs_follow_held_back_text(srv):
     body = {"prompt": "abc", "max_tokens": 7, "temperature": 0, "logprobs": 0, "stop": "cabx"}
     events = srv.stream("/v1/completions", body)[:-1]
