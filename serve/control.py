@@ -1,8 +1,8 @@
 """Pause, resume, other weights, an empty prefix cache: orders to a running core. No jax.
 
-One thing at a time. A pause closes the engine's gate at once and is answered when it has taken
-effect; weights are read in a thread while steps go on, and put in place when no request is between
-its first row and its end.
+One thing at a time, but a pause under way gives way to a resume or another pause. A pause closes
+the engine's gate at once and is answered when it has taken effect; weights are read in a thread
+while steps go on, and put in place when no request is between its first row and its end.
 """
 
 import logging
@@ -13,6 +13,9 @@ from typing import Any
 
 from octavo.serve.core_engine import CoreEngine, Gate
 from octavo.serve.wire import Control, Controlled, EngineState
+
+_OVER_A_PAUSE = ("pause", "resume")
+"""Orders that a pause under way gives way to."""
 
 log = logging.getLogger("octavo.core")
 
@@ -66,6 +69,7 @@ class Controls:
 
     def take(self, identity: bytes, message: Control) -> None:
         """Begin what `message` asks for, or refuse it."""
+        self._give_way(message)
         if self._job is not None:
             text = f"{self._job.message.action} is under way"
             self._answer(identity, Controlled(message.serial, "busy", text))
@@ -88,6 +92,17 @@ class Controls:
                 self._end()
             case "reload":
                 self._job.staged = self._reader.submit(self._engine.stage, message.model)
+
+    def _give_way(self, message: Control) -> None:
+        """A pause that still waits for what runs is over when it is ended or another is asked for.
+
+        What runs may never end by itself.
+        """
+        job = self._job
+        if job is not None and job.message.action == "pause" and message.action in _OVER_A_PAUSE:
+            text = f"a {message.action} came before the pause had taken effect"
+            self._job = None
+            self._answer(job.identity, Controlled(job.message.serial, "busy", text))
 
     def advance(self) -> None:
         """Go on with what is under way, as far as it can without waiting."""

@@ -122,6 +122,26 @@ def test_wait_lets_end_what_runs(srv, pool):
     assert text(late.result(PATIENCE)) == said("abc", 8, now(srv))
 
 
+@pytest.mark.parametrize(
+    ("order", "paused"),
+    [("/resume", False), ("/pause?mode=keep", True), ("/pause?mode=abort", True)],
+)
+def test_a_pause_that_waits_gives_way(srv, pool, order, paused):
+    """It waited for what may never end, and nothing else was taken until then."""
+    with srv.hold():
+        run = started(srv, pool)
+        pausing = pool.submit(srv.post, "/pause?mode=wait")
+        srv.wait(lambda: srv.status() == "paused")
+        srv.good(srv.post(order))
+        status, _, body = pausing.result(PATIENCE)
+        words = f"a {order[1:].split('?')[0]} came before the pause had taken effect"
+        assert (status, body["error"]["message"]) == (409, words)
+        assert srv.good(srv.get("/is_paused")) == {"is_paused": paused}
+    srv.good(srv.post("/resume"))
+    count = HELD_TOKENS if "abort" in order else 30
+    assert text(run.result(PATIENCE)) == said(LONG, count, now(srv))
+
+
 def cached(server, prompt):
     usage = server.good(server.complete(prompt, max_tokens=1))["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"]
