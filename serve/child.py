@@ -45,7 +45,7 @@ def follow_parent(address: str) -> None:
     Signals meant for the whole service (a process group's, a container's) are the parent's
     business: it drains first.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     fd = sys.stdin.fileno()
 

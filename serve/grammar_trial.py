@@ -7,6 +7,7 @@ within a time and a size. That process holds the tokens and forks a child for ea
 takes a millisecond or two: what is killed has nothing that the next one would miss.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -37,7 +38,10 @@ SLACK_SECONDS = 10.0
 MEMORY_BYTES = 2 << 30
 """What a compile may take; grammars people write take a few megabytes."""
 CPU_SLACK_SECONDS = 10
-"""A child whose parents were killed ends by itself, so long after its compile should have."""
+"""A child whose parent was killed before it could say that this should be its end as well ends by
+itself, so long after its compile should have."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's <sys/prctl.h>: the signal to get when the parent ends."""
 
 COMPILED, REFUSED, LATE, DIED = "compiled", "refused", "late", "died"
 type Verdict = tuple[str, str]
@@ -70,9 +74,12 @@ class _Process:
         return word, reason
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill it, and with it the child that it may have."""
         self.popen.kill()
-        self.popen.communicate()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 class Trials:
@@ -95,8 +102,11 @@ class Trials:
         """
         try:
             word, reason = self._verdict(grammar, seconds)
-        except EOFError:  # whoever killed it, it was not the grammar
-            word, reason = self._verdict(grammar, seconds)
+        except EOFError:  # whoever killed the process, it was not the grammar
+            try:
+                word, reason = self._verdict(grammar, seconds)
+            except EOFError:
+                raise RuntimeError("processes to compile grammars in are killed") from None
         if word == LATE:
             raise TooLong(seconds)
         if word == DIED:
@@ -136,7 +146,10 @@ class Trials:
         fields = [source.text, source.vocab_size, source.eos_id]
         try:
             word, reason = process.ask(fields, READY_SECONDS)
-        except (TimeoutError, EOFError):
+        except EOFError:
+            self._end(process)
+            raise
+        except TimeoutError:
             self._end(process)
             raise RuntimeError("no process to compile grammars in") from None
         if word == REFUSED:
@@ -217,6 +230,7 @@ def in_child(work: Callable[[], Verdict], seconds: float) -> Verdict:
 def _be_child(work: Callable[[], Verdict], write: int, seconds: float) -> NoReturn:
     """Do the work within its limits, write its verdict, end."""
     try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if it is stopped
         _limit_memory()
         _limit_time(seconds)
         _write(write, work())

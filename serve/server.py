@@ -104,8 +104,9 @@ class Server:
     async def run(self) -> int:
         """Serve; the exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
+                loop.add_signal_handler(number, self._on_signal, number)
         log.info("listening on %s, loading %s", self._address, self._model)
         self._supervisor.start()
         watching = [asyncio.create_task(self._announce()), asyncio.create_task(self._give_up())]

@@ -1,8 +1,10 @@
 """Grammars from strangers: each is tried within a time and a size, whatever came before it."""
 
 import array
+import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,6 +124,25 @@ def bytes_waiting(pipe):
     return waiting[0]
 
 
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_process_that_is_killed_while_it_loads_has_a_successor(monkeypatch, deaths):
+    began = []
+
+    def popen(*args, **options):
+        began.append(start(*args, **options))
+        if len(began) <= deaths:
+            began[-1].kill()
+        return began[-1]
+
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    trials = Trials(tiny_source)
+    with contextlib.nullcontext() if deaths == 1 else pytest.raises(RuntimeError, match="killed"):
+        trials(GOOD, PATIENCE)
+    assert len(began) == 2
+    trials.close()
+
+
 @pytest.mark.parametrize("grammar", [GOOD, Grammar.regex("[a-c]{3}" * 8000)], ids=["", "long"])
 def test_a_process_that_is_stopped_holds_up_nobody_for_ever(trials, monkeypatch, grammar):
     monkeypatch.setattr(grammar_trial, "SLACK_SECONDS", SHORT)
@@ -152,6 +173,36 @@ def test_memory_and_time_are_limited_from_within():
     """Also where nobody is left to end the process."""
     ran = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
     assert (ran.stdout, ran.stderr) == ("refused\n", "")
+
+
+def test_a_child_goes_with_its_parent_even_if_it_is_stopped(trials):
+    """It holds the pipe at whose end the engine sees that the process has died."""
+    trials(GOOD, PATIENCE)
+    process = trials._local.process
+    with ThreadPoolExecutor(1) as pool:
+        bad = endless()
+        asking = pool.submit(process.ask, [bad.kind, bad.text, PATIENCE], PATIENCE)
+        wait_until(lambda: limited(process.popen.pid))
+        (child,) = children(process.popen.pid)
+        os.kill(child, signal.SIGSTOP)
+        process.popen.kill()
+        assert isinstance(asking.exception(), EOFError)
+    wait_until(lambda: gone(child))
+    trials(GOOD, PATIENCE)
+    assert pid(trials) != process.popen.pid
+
+
+def limited(parent):
+    """Whether the process has a child that has set its limits."""
+    limits = [Path(f"/proc/{child}/limits").read_text() for child in children(parent)]
+    return any(re.search(r"Max cpu time +\d", text) for text in limits)
+
+
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 IN_CHILD = """
