@@ -32,12 +32,14 @@ class SplitAnswer:
 
     Attributes:
         events: what was kept for an answer that isn't streamed.
-        reasoning_tokens: tokens read while the splitter was inside a think block.
+        tokens: tokens read.
+        reasoning_tokens: of them, those read while the splitter was inside a think block.
         finish_reason: as the client is told, once the sample has ended.
     """
 
     splitter: AnswerSplitter
     events: list[AnswerEvent] = field(default_factory=list)
+    tokens: int = 0
     reasoning_tokens: int = 0
     finish_reason: str | None = None
 
@@ -69,13 +71,19 @@ class SplitGeneration(Generation):
         self._answers[choice.index] = SplitAnswer(self._plan.splitter())
 
     def split(self, choice: Choice, delta: Delta) -> list[AnswerEvent]:
-        """The events of a delta. Ends the sample once nothing that follows counts."""
+        """The events of a delta. Ends the sample once nothing that follows counts.
+
+        Tokens that came together with the last that counts are as if they had not been drawn.
+        """
         answer = self._answers[choice.index]
+        answer.tokens += 1
         inside = answer.splitter.reasoning
         events = answer.splitter.push(delta.text, last=delta.finish_reason is not None)
         answer.reasoning_tokens += inside or answer.splitter.reasoning
         reason = delta.finish_reason
         if answer.splitter.done and reason in (None, FINISH_LENGTH):
+            sample = choice.sample
+            sample.completion_tokens = min(sample.completion_tokens, answer.tokens)
             self._end(choice)
             reason = FINISH_STOP
         called = answer.splitter.calls > 0 and not self._plan.forced

@@ -1,5 +1,6 @@
 """Tool calls and reasoning over HTTP. The mock engine's answer repeats the prompt."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -8,12 +9,20 @@ import pytest
 from mock_engine import BOS, SLOW, ByteTokenizer
 from mock_server import running
 
+from octavo.sampling.params import SamplingParams
+from octavo.serve.call import Call
 from octavo.serve.chat_formats import ChatFormats, answer_plan, chat_formats, tool_grammar
+from octavo.serve.choice import Wanted
 from octavo.serve.config import ServerConfig
 from octavo.serve.detokenize import Detokenizer, TokenTable
 from octavo.serve.errors import ApiError
-from octavo.serve.prompts import normalise_messages
+from octavo.serve.metrics import Recorder
+from octavo.serve.objects import Identity
+from octavo.serve.prompts import Prompt, normalise_messages
+from octavo.serve.split_generation import SplitGeneration
+from octavo.serve.timing import Visit
 from octavo.serve.tool_request import tool_use
+from octavo.serve.types import Request, TokenEvent
 
 
 def tool(name="f", **function):
@@ -333,3 +342,49 @@ def test_marker_tokens_are_shown_to_the_parser_only():
     table = TokenTable(ByteTokenizer())
     detokenizer = Detokenizer(table, shown=frozenset({SLOW}))
     assert [detokenizer.push(i) for i in (SLOW, BOS, 97)] == ["<|slow|>", "", "a"]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8, 1000])
+@pytest.mark.parametrize("ending", [None, "length"])
+def test_what_is_drawn_behind_the_last_call_is_not_billed(at_once, ending):
+    """Tokens that come in one event with the end of its arguments: how many is by chance."""
+    plan = answer_plan(
+        ChatFormats("hermes"),
+        tool_use([tool()], "auto", False),
+        constrained=False,
+        opened=False,
+        include_reasoning=True,
+    )
+    data = f"{CALL}{CALL}".encode()
+    cuts = [data[i : i + at_once] for i in range(0, len(data), at_once)]
+    events = [TokenEvent("r", tuple(cut)) for cut in cuts]
+    events[-1].finish_reason = ending
+
+    def started():
+        client = SimpleNamespace(abort=lambda ids: None)
+        client.submit = lambda requests, start_over: Call(client.abort, requests)
+        wanted = Wanted(chat=True, usage=True)
+        parts = (Recorder(), TokenTable(ByteTokenizer()), Identity("x", 0, "mock", "fp"), wanted)
+        job = SplitGeneration(client, *parts, Visit(), plan)
+        job.add(Prompt((97,)), Request("r", (97,), SamplingParams(max_tokens=len(data))))
+        call = job.start()
+        for event in events:
+            call.put(event)
+        return job
+
+    async def whole():
+        job = started()
+        await job.collect()
+        return json.loads(job.answer())
+
+    async def stream():
+        job = started()
+        return b"".join([body async for body in job.stream(await job.first_events())])
+
+    answer = asyncio.run(whole())
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
+    assert answer["usage"]["completion_tokens"] == CALL.index("}</tool_call>")
+    *_, last, done = asyncio.run(stream()).split(b"\n\n")[:-1]
+    assert done == b"data: [DONE]"
+    assert json.loads(last.removeprefix(b"data: "))["usage"] == answer["usage"]
