@@ -1,7 +1,7 @@
 """Anthropic's /v1/messages: its body, and the chat request that means the same."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +13,17 @@ from octavo.serve.reasoning import MAX_BUDGET
 from octavo.serve.reasoning_effort import SWITCH
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_OF_A_TOOL = (
+    "type",
+    "name",
+    "description",
+    "input_schema",
+    "strict",
+    "cache_control",
+    "eager_input_streaming",
+)
+"""Fields of a tool: from `strict` on without effect, see docs/serving.md."""
+
 _NOT_TEXT = "only text, thinking, tool_use and tool_result blocks are accepted"
 
 
@@ -95,11 +106,10 @@ def chat_body(body: MessagesBody) -> ChatBody:
 def _thinking(thinking: Any) -> tuple[str | None, int | None]:
     """Kind of `thinking` and tokens of reasoning it allows; None leaves either to the model."""
     kind = _kind(thinking)
-    for name, value in thinking.items() if kind is not None else ():
-        if name == "display" and value not in (None, "summarized"):
+    if kind is not None:
+        _only(thinking, ("type", "budget_tokens", "display"), "thinking")
+        if thinking.get("display") not in (None, "summarized"):
             raise unsupported("thinking.display", "the reasoning itself comes out, unabridged")
-        if name not in ("type", "budget_tokens", "display"):
-            raise _wrong(f"thinking.{name}", "is not offered; known: type, budget_tokens")
     if thinking is None or kind in ("adaptive", "disabled"):
         return kind, None
     if kind != "enabled":
@@ -123,6 +133,7 @@ def _choice(choice: Any) -> tuple[Any, bool | None]:
     else:
         what = f"must be auto, any, tool or none, not {shown(kind or choice)}"
         raise invalid(f"tool_choice.type {what}", "tool_choice")
+    _only(choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
     single = choice.get("disable_parallel_tool_use", False)
     if not isinstance(single, bool):
         field = "tool_choice.disable_parallel_tool_use"
@@ -135,6 +146,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         raise _wrong(where, f"must be an object, not {shown(tool)}")
     if tool.get("type") not in (None, "custom"):
         raise _wrong(f"{where}.type", f"must be 'custom', not {shown(tool['type'])}")
+    _only(tool, _OF_A_TOOL, where)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -231,6 +243,13 @@ def _block_text(block: Any, where: str) -> str:
     if _kind(block) != "text" or not isinstance(block.get("text"), str):
         raise _wrong(where, f"{_NOT_TEXT}, not {shown(_kind(block) or block)}")
     return block["text"]
+
+
+def _only(given: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse what would be overlooked, unless it is null."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise _wrong(f"{where}.{name[:64]}", f"is not offered; known: {', '.join(known)}")
 
 
 def _string(block: dict[str, Any], name: str, where: str) -> str:

@@ -87,7 +87,8 @@ class Server:
         listeners: list[socket.socket],
     ) -> None:
         scheme = "https" if config.tls_cert else "http"
-        self._address = "{}://{}:{}".format(scheme, *listeners[0].getsockname()[:2])
+        host, port = listeners[0].getsockname()[:2]
+        self._address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._model = engine_config.model
         self._drain = config.drain_seconds
         self._names = ", ".join(config.served_model_name or (engine_config.model,))

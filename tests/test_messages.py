@@ -207,6 +207,11 @@ def test_thinking_comes_first(client):
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be"),
         ({"tools": [{**TOOL, "input_schema": 3}]}, "tools[0].input_schema must be"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name must be a string"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not offered"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "auto", "tools": ["f"]}},
+            "tool_choice.tools is not offered",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences must not hold"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         (
@@ -236,6 +241,16 @@ def test_what_asks_for_nothing_is_taken(client):
         "cache_control": {"type": "ephemeral"},
         "thinking": {"type": "adaptive", "display": "summarized"},
         "metadata": {"user_id": "me"},
+        "tool_choice": {"type": "none"},
+        "tools": [
+            {
+                **TOOL,
+                "strict": True,
+                "eager_input_streaming": True,
+                "cache_control": {"type": "ephemeral"},
+                "input_examples": None,
+            }
+        ],
     }
     message = client.messages.create(**ask("hey<|eos|>", **neutral))
     assert dumped(message) == [{"type": "text", "text": "user:hey"}]
