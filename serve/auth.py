@@ -25,6 +25,8 @@ DEFAULT_NAME = "default"
 CHECK_SECONDS = 1.0
 """How often the key file is looked at for changes, at most."""
 TOO_MANY = 429
+MAX_LIMIT_DIGITS = 9
+"""Of a number in the file; those of 20 and more would fit no message between processes."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[!-9;-~]{1,512}")
@@ -59,8 +61,7 @@ class KeyRing:
     ) -> None:
         self._clock = clock
         self._path = Path(config.api_key_file) if config.api_key_file else None
-        secret = config.api_key or environment.get(ENVIRONMENT_KEY, "")
-        self._fixed = (ApiKey(DEFAULT_NAME, _digest(secret.encode())),) if secret else ()
+        self._fixed = _fixed_keys(config, environment)
         self._keys = self._fixed
         self._uses: dict[str, KeyUse] = {}
         self._seen: tuple[int, int, int] | None = None
@@ -131,6 +132,21 @@ class KeyRing:
         log.info("%d API keys read from %s", len(self._keys), self._path)
 
 
+def _fixed_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
+    """The key of the settings, else of the environment; ValueError for one nobody could send.
+
+    A variable that is there and empty was meant to hold a key.
+    """
+    name, secret = "api_key", config.api_key
+    if not secret:
+        if ENVIRONMENT_KEY not in environment:
+            return ()
+        name, secret = ENVIRONMENT_KEY, environment[ENVIRONMENT_KEY]
+    if not _KEY.fullmatch(secret):
+        raise ValueError(f"{name} must be 1 .. 512 visible ASCII characters")
+    return (ApiKey(DEFAULT_NAME, _digest(secret.encode())),)
+
+
 def read_keys(path: Path) -> list[ApiKey]:
     """The keys of a file: a line each, NAME:KEY[:REQUESTS_PER_MINUTE[:CONCURRENCY]].
 
@@ -138,7 +154,11 @@ def read_keys(path: Path) -> list[ApiKey]:
     names file and line, never the key; OSError if the file can't be read.
     """
     keys: dict[str, ApiKey] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"api_key_file {path}: {error}") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         try:
@@ -154,13 +174,16 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def _parse_key(line: str) -> ApiKey:
-    name, secret, *limits = line.split(":")
+    name, _, rest = line.partition(":")
+    secret, *limits = rest.split(":")
     if not _NAME.fullmatch(name) or name == DEFAULT_NAME:
         raise ValueError(f"a name is 1 .. 64 of A-Z a-z 0-9 . _ - and not {DEFAULT_NAME!r}")
     if not _KEY.fullmatch(secret):
         raise ValueError(f"the key of {name!r} must be 1 .. 512 visible ASCII characters, no colon")
     if len(limits) > 2 or not all(limit == "" or limit.isdecimal() for limit in limits):
         raise ValueError(f"limits of {name!r} are whole numbers: requests a minute, concurrency")
+    if any(len(limit) > MAX_LIMIT_DIGITS for limit in limits):
+        raise ValueError(f"limits of {name!r} have at most {MAX_LIMIT_DIGITS} digits")
     per_minute, concurrency = (int(limit or 0) for limit in (*limits, "", "")[:2])
     return ApiKey(name, _digest(secret.encode()), per_minute, concurrency)
 

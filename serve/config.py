@@ -168,6 +168,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _in_range(self, "port", 0, 65535)
+        if not all(self.served_model_name):
+            raise ValueError(f"served_model_name holds an empty name: {self.served_model_name!r}")
         _in_range(self, "drain_seconds", 0, 86400)
         _in_range(self, "receive_seconds", 0.1, 86400)
         _in_range(self, "request_timeout", 0, 86400)

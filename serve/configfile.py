@@ -79,7 +79,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         get_config = getattr(module, "get_config", None)
         if get_config is None:
             raise ValueError("it has no get_config()")
-        return dict(get_config())
+        found = get_config()
+        if not hasattr(found, "keys"):
+            raise ValueError(f"get_config() must return a ConfigDict, not {found!r}")
+        return dict(found)
     except Exception as error:  # whatever the user's code raises
         raise ValueError(f"config file {path}: {type(error).__name__}: {error}") from error
 

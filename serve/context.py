@@ -2,9 +2,10 @@
 
 import asyncio
 import hashlib
+import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class ServerContext:
         names: model names clients may use; the first is the one answers carry.
         encoder, table, formats: set by `attach_tokenizer` once the tokenizer is loaded.
         draining: no new requests are taken.
+        environment: where a key may be.
         keys: API keys and their use.
         tracing: where spans go; None without otlp_endpoint.
         total: sums what all API processes have recorded.
@@ -54,6 +56,7 @@ class ServerContext:
     table: TokenTable | None = None
     formats: ChatFormats = field(default_factory=ChatFormats)
     created: int = field(default_factory=lambda: int(time.time()))
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def __post_init__(self) -> None:
         self.version = octavo.__version__
@@ -63,7 +66,7 @@ class ServerContext:
         self.executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self.heavy = ThreadPoolExecutor(HEAVY_THREADS, thread_name_prefix="heavy")
         self.encoder = PromptEncoder(None, self.threads_for)
-        self.keys = KeyRing(self.config)
+        self.keys = KeyRing(self.config, self.environment)
         self.collector = ServerCollector(self.names[0])
         self.total: Callable[[], Awaitable[Recorder]] = self._own_total
         endpoint = self.config.otlp_endpoint

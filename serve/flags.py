@@ -17,6 +17,10 @@ OVERRIDE = "config."
 """Prefix of the flags that stand between --field and the config file."""
 
 
+PROTECTIONS = ("api_key", "api_key_file", "tls_cert", "tls_key")
+"""What keeps strangers out: an empty one would let them in unnoticed."""
+
+
 class UsageError(ValueError):
     """A command line that can't be meant: exit code 2, before anything is done."""
 
@@ -87,6 +91,9 @@ def parse_settings(values: flags.FlagValues, settings: Iterable[type]) -> Loaded
     for prefix in (OVERRIDE, ""):
         given = {name: values[prefix + name] for name in names}
         merged.update((name, flag.value) for name, flag in given.items() if flag.present)
+    for name in PROTECTIONS:
+        if merged.get(name) == "":  # most likely a variable of a shell that is not set
+            raise UsageError(f"{name} is given and empty: leave it out to serve without it")
     return typed(merged)
 
 

@@ -19,7 +19,6 @@ from tqdm import tqdm
 from octavo.serve import batchfile
 from octavo.serve.api import Parts
 from octavo.serve.app import create_app
-from octavo.serve.auth import KeyRing
 from octavo.serve.batchfile import Line
 from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
@@ -192,8 +191,8 @@ async def run_batch(
     # The engine's end ends the run: its lines are left to the next one.
     settings = ServerConfig(served_model_name=names, max_engine_restarts=0, log_level="warning")
     client = EngineClient(b"batch")
-    context = ServerContext(config, settings, client)
-    context.keys = KeyRing(settings, {})  # the environment's key is for those who come by HTTP
+    # No environment: its key is for those who come by HTTP.
+    context = ServerContext(config, settings, client, environment={})
     supervisor = CoreSupervisor(parts.engine, config, settings, client.on_news)
     supervisor.start()
     try:

@@ -75,6 +75,8 @@ def test_a_file_gives_names_and_limits(path):
         "x:sec ret",
         "bob:secret",
         "x:sk-bob",
+        "x:secret:" + "9" * 10,
+        "x:secret::" + "9" * 30,
     ],
 )
 def test_a_bad_line_is_named_and_its_key_is_not_shown(path, line):
@@ -100,6 +102,22 @@ def test_flag_environment_and_file_add_up(path, clock):
     assert (status(keys, b"flag"), status(keys, b"from-env")) == ("default", 401)
     keys = ring(path, clock, api_key="flag")
     assert [status(keys, key) for key in (b"flag", b"sk-alice", b"x")] == ["default", "alice", 401]
+
+
+@pytest.mark.parametrize("key", ["", "a b", "a:b", "ké", "k" * 513])
+def test_a_key_that_nobody_could_send_is_refused(key, clock):
+    """A variable that is there and empty was meant to hold one: the server would be open."""
+    with pytest.raises(ValueError, match=r"OCTAVO_API_KEY must be 1 \.\. 512 visible"):
+        KeyRing(ServerConfig(), {"OCTAVO_API_KEY": key}, clock)
+    if key:
+        with pytest.raises(ValueError, match=r"api_key must be 1 \.\. 512 visible"):
+            KeyRing(ServerConfig(api_key=key), {}, clock)
+
+
+def test_a_file_of_other_bytes_is_named(path, clock):
+    path.write_bytes(b"x:\xff\n")
+    with pytest.raises(ValueError, match=f"api_key_file {path}: 'utf-8'"):
+        ring(path, clock)
 
 
 def test_a_changed_file_counts_within_a_second_and_keeps_use(path, clock, caplog):

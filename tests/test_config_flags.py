@@ -9,7 +9,7 @@ from absl import flags
 from octavo.serve import cli
 from octavo.serve.config import EngineConfig, ServerConfig, override
 from octavo.serve.configfile import load_config_file, typed
-from octavo.serve.flags import define_settings, parse_settings
+from octavo.serve.flags import PROTECTIONS, define_settings, parse_settings
 
 BOTH = (EngineConfig, ServerConfig)
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/[!_]*.py"))
@@ -184,6 +184,19 @@ def test_mistakes_are_one_line_and_exit_code_2(args, words, capsys):
         assert word in err
 
 
+@pytest.mark.parametrize("name", PROTECTIONS)
+def test_an_empty_protection_is_a_mistake_and_not_none(name, tmp_path, capsys):
+    """`--api_key=$KEY` where no KEY is set, say."""
+    for arg in (f"--{name}=", f"--config.{name}=", config_file(tmp_path, **{name: ""})):
+        assert cli.main(["serve", arg]) == 2
+        assert f"{name} is given and empty" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_refused(capsys):
+    assert cli.main(["serve", "--served_model_name=a,,b"]) == 2
+    assert "served_model_name holds an empty name" in capsys.readouterr().err
+
+
 def test_an_unknown_config_key_is_refused_with_a_suggestion(tmp_path, capsys):
     assert cli.main(["serve", config_file(tmp_path, max_num_seq=3)]) == 2
     assert "did you mean max_num_seqs?" in capsys.readouterr().err
@@ -196,6 +209,7 @@ def test_an_unknown_config_key_is_refused_with_a_suggestion(tmp_path, capsys):
         ("import no_such_package\n", "no_such_package"),
         ("x = 1\n", "get_config"),
         ("def get_config():\n    return 1 / 0\n", "ZeroDivisionError"),
+        ("def get_config():\n    pass\n", "get_config() must return a ConfigDict, not None"),
     ],
 )
 def test_a_config_file_that_does_not_run_is_named(tmp_path, capsys, text, words):
