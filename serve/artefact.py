@@ -183,7 +183,7 @@ class ArtefactStore:
     def _hold(self) -> None:
         """Make the folder and share its lock, so that nobody removes it before this object ends."""
         while True:
-            _make_private(self.folder)
+            make_private(self.folder)
             handle = os.open(self.folder, os.O_RDONLY)
             with contextlib.suppress(OSError):  # a file system without locks can't say "in use"
                 fcntl.flock(handle, fcntl.LOCK_SH)
@@ -267,7 +267,7 @@ def _manifests(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield folder, read_manifest(folder)["depends_on"]
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Make the folder, and the parents that are missing, for their owner alone."""
     for path in reversed([folder, *folder.parents]):
         if not path.exists():

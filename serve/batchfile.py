@@ -15,7 +15,8 @@ URLS = (
     "/v1/score",
 )
 MAX_CUSTOM_ID = 512
-RESULT_START = b'{"id":"batch_req_'
+RESULT_ID = "batch_req_"
+RESULT_START = f'{{"id":"{RESULT_ID}'.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,12 @@ class _Written(msgspec.Struct):
     method: str = "POST"
 
 
-class _Result(msgspec.Struct):
+class _Named(msgspec.Struct):
     custom_id: str | None
+
+
+class _Result(_Named):
+    id: str
     line: int | None = None
 
 
@@ -91,7 +96,7 @@ def _problem(written: _Written) -> str:
 def _id_of(raw: bytes) -> str | None:
     """The custom_id of a line that is otherwise wrong."""
     try:
-        return msgspec.json.decode(raw, type=_Result).custom_id
+        return msgspec.json.decode(raw, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -104,6 +109,8 @@ def resume(path: Path) -> set[str | int]:
     done: set[str | int] = set()
     if not path.exists():
         return done
+    if not path.is_file():
+        raise ValueError(f"{path} is no file that results can be kept in")
     whole = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
@@ -114,6 +121,8 @@ def resume(path: Path) -> set[str | int]:
                 if not whole_line:
                     raise msgspec.DecodeError("no line break, and not the start of a result")
                 result = msgspec.json.decode(raw, type=_Result)
+                if not result.id.startswith(RESULT_ID):
+                    raise msgspec.DecodeError(f"its id does not begin with {RESULT_ID}")
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is no batch result: {error}") from None
             done.add(result.custom_id if result.line is None else result.line)  # type: ignore[arg-type]

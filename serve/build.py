@@ -1,12 +1,13 @@
 """`octavo build`: an engine's programs compiled before its first start, and care of artefacts."""
 
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo.serve.artefact import SUFFIX, read_payload, root_of
+from octavo.serve.artefact import SUFFIX, make_private, read_payload, root_of
 from octavo.serve.config import EngineConfig
 from octavo.serve.inventory import (
     CORRUPT,
@@ -28,7 +29,13 @@ def build(config: EngineConfig) -> str:
 
     Raises ValueError where nothing can be kept, and whatever a start raises.
     """
-    _root(config)
+    root = _root(config)
+    try:
+        make_private(root)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ValueError(f"nothing can be kept in artefact_dir {root}: {error}") from None
     from octavo.serve.launch import build_engine
 
     engine = build_engine(replace(config, warmup="all", progress=True))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from octavo.serve import batchfile
 from octavo.serve.api import Parts
 from octavo.serve.app import create_app
-from octavo.serve.batchfile import Line
+from octavo.serve.batchfile import RESULT_ID, Line
 from octavo.serve.client import EngineClient
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.context import ServerContext
@@ -105,7 +105,7 @@ class Batch:
                 group.create_task(lane())
 
     async def _answer(self, line: Line) -> None:
-        name = f"batch_req_{uuid.uuid4().hex}"  # as RESULT_START has it
+        name = f"{RESULT_ID}{uuid.uuid4().hex}"
         if line.problem:
             self.report.failed += 1
             self._write(batchfile.refusal(line, name))

@@ -170,7 +170,9 @@ def test_a_file_cut_anywhere_resumes_at_its_last_whole_line(names, cut):
         assert path.read_bytes() == b"".join(whole[:kept])
 
 
-OTHER = ["hello\n{", "[]\n{", '{"custom_id": 5}\n{', "one line", '{"custom_id": "a"}']
+ASKED = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}'
+OTHER = [f"{ASKED}\n", f'{{"id": "cmpl-1", {ASKED[1:]}\n']
+OTHER += ["hello\n{", "[]\n{", '{"custom_id": 5}\n{', "one line", '{"custom_id": "a"}']
 
 
 @pytest.mark.parametrize("text", OTHER)
@@ -187,6 +189,8 @@ def test_a_file_of_something_else_is_not_touched(tmp_path, text):
     [
         (["/no/such.jsonl", "out.jsonl"], "/no/such.jsonl"),
         (["in.jsonl", "out.jsonl", "--model=/no/such/model"], "/no/such/model"),
+        (["in.jsonl", "in.jsonl"], "in.jsonl, line 1 is no batch result"),
+        (["in.jsonl", "/dev/zero"], "/dev/zero is no file"),
     ],
 )
 def test_failures_are_one_line(tmp_path, monkeypatch, capsys, args, words):

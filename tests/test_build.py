@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+from pathlib import Path
 
 import pytest
 from family_data import FOLDER
@@ -270,6 +271,15 @@ def test_build_needs_a_place(octavo, args):
     code, _, err = octavo(*args, "--artefact_dir=")
     assert code == 1
     assert "artefact_dir is empty" in err
+
+
+def test_build_compiles_nothing_where_nothing_can_be_kept(octavo, tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.serve.launch.build_engine", lambda *_: pytest.fail("it compiles"))
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/octavo")):
+        code, _, err = octavo(f"--artefact_dir={folder}")
+        assert code == 1
+        assert f"nothing can be kept in artefact_dir {folder}: " in err
 
 
 # The timeline -----------------------------------------------------------------------------------
