@@ -20,6 +20,20 @@ CHATTY = ("jax._src.xla_bridge", "absl")
 """At info these tell of every kind of device that isn't there, and of each stage of Orbax."""
 
 
+class OneLine(logging.Formatter):
+    """A message is one line, whatever came into it: a path may hold line breaks and escape codes.
+
+    A traceback follows on lines of its own.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, its control characters spelled out."""
+        return super().formatMessage(record).translate(_SPELLED)
+
+
+_SPELLED = {i: repr(chr(i))[1:-1] for i in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+
+
 class LossyHandler(logging.Handler):
     """Hands formatted lines to a thread that writes them to the file descriptor `fd`.
 
@@ -58,7 +72,7 @@ class LossyHandler(logging.Handler):
 def configure(level: str) -> None:
     """Send this process's log records of `level` and above to standard error."""
     handler = LossyHandler(STDERR)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,27 @@ def test_lost_lines_are_counted_and_order_is_kept(monkeypatch):
     handler.close()
     os.close(writer)
     assert handler.lost > 90
+
+
+def test_no_request_writes_a_line_of_its_own_to_the_log():
+    """Before its key is looked at: a path's line breaks and escape codes came through."""
+    with running(api_key="secret") as server:
+        assert server.get("/v1/models%0aERROR%20octavo.core:%20fake%0d%1b[31m%c2%85")[0] == 401
+        spelled = (
+            r"INFO octavo.server: GET /v1/models\nERROR octavo.core: fake\r\x1b[31m\x85: a valid"
+        )
+        server.wait(lambda: spelled in server.log)
+        assert not any(line.startswith("ERROR") for line in server.log.splitlines())
+
+
+def test_a_traceback_has_lines_of_its_own():
+    try:
+        raise ValueError("no")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "a\nb\tc", (), sys.exc_info())
+    lines = logs.OneLine("%(levelname)s %(name)s: %(message)s").format(record).split("\n")
+    assert lines[0] == r"ERROR x: a\nb\tc"
+    assert (lines[1], lines[-1]) == ("Traceback (most recent call last):", "ValueError: no")
 
 
 # Clocks
