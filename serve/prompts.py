@@ -19,6 +19,8 @@ SEVERAL = 8192
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SAID_AS = {"developer": "system", "function": "tool", "reasoning": "reasoning_content"}
 """Roles and a field that few templates know, and those that say the same."""
+_PREFILLS = ("prefix", "partial")
+"""What other APIs call a message that is to be continued."""
 _NOT_TEXT = "only text parts are accepted; images, audio and files are not supported"
 _TEMPLATE_OWN = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "template"}
@@ -104,6 +106,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+    for name in _PREFILLS:
+        if message.get(name):
+            what = "is not offered: continue_final_message goes on behind the last message"
+            raise _wrong(f"{where}.{name}", what)
     calls = _calls(message, where)
     out: dict[str, Any] = {"role": _SAID_AS.get(role, role)}
     content = message.get("content")

@@ -471,6 +471,8 @@ def test_invalid_completions_are_400_naming_the_field(srv, fields, param):
             "messages[0].content[0]",
         ),
         ({"messages": [calling(0)]}, "messages[0].tool_calls"),
+        ({"messages": [{**calling([]), "prefix": True}]}, "messages[0].prefix"),
+        ({"messages": [{**calling([]), "partial": True}]}, "messages[0].partial"),
         ({"messages": [calling([{"function": "f"}])]}, "messages[0].tool_calls[0].function"),
         (
             {"messages": [calling([{"function": {"name": "f", "arguments": 0}}])]},
