@@ -1,5 +1,6 @@
 """/v1/score: log-probabilities of given continuations of one prompt."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from octavo.serve.prompt_only import (
 )
 from octavo.serve.types import TokenEvent
 from octavo.serve.wire import Ready
+
+MAX_TOKENS = 1 << 22
+"""Of all continuations together, each with the prompt before it: few bytes can ask for billions."""
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
 
@@ -47,6 +51,7 @@ async def score(request: Request) -> Response:
     answer = context.identity("score-")
     requests = []
     for index, (before, after) in enumerate(pairs):
+        await asyncio.sleep(0)  # each takes milliseconds where the prompt is long
         check_ids(before, name, ready)
         check_ids(after, other, ready)
         check_ids((*before, *after), name, ready, "prompt and continuation")
@@ -104,14 +109,22 @@ async def _tokens(
         what = f"must be texts for a text, token ids for token ids, not {shown(wrong)}"
         raise errors.invalid(f"{continuations.name} {what}", continuations.name)
     if not isinstance(before, str):
+        _check_total(len(before), prompt.name, len(afters))
         return [(tuple(before), tuple(after)) for after in afters if not isinstance(after, str)]
     alone = (await context.encoder.text(before, special)).ids
     check_ids(alone, prompt.name, ready)  # before it is encoded again with every continuation
+    _check_total(len(alone), prompt.name, len(afters))
     pairs = []
     for after in afters:
         joined = (await context.encoder.text(f"{before}{after}", special)).ids
         pairs.append((joined[: len(alone)], joined[len(alone) :]))
     return pairs
+
+
+def _check_total(tokens: int, name: str, times: int) -> None:
+    if tokens * times > MAX_TOKENS:
+        total = f"{times} continuations of {tokens} tokens are {times * tokens}"
+        raise errors.invalid(f"{name}: {total}, at most {MAX_TOKENS}: send fewer at a time", name)
 
 
 def _scored(

@@ -280,3 +280,14 @@ def test_llm_embed_beside_a_stream():
     with pytest.raises(ValueError, match="at least one token"):
         llm.embed([[5], []])
     assert not llm.engine.has_work()
+
+
+def test_the_continuations_of_a_long_prompt_are_bounded_together():
+    """Each has a copy of the prompt: a few hundred kilobytes asked for gigabytes."""
+    with running(engine={"max_model_len": 8192, "tame": True}) as server:
+        for prompt, continuations in (("a" * 4000, ["b"] * 2048), ([97] * 4000, [[98]] * 2048)):
+            status, _, body = score(server, prompt, continuations)
+            message = body["error"]["message"]
+            assert (status, body["error"]["param"]) == (400, "prompt")
+            assert message.startswith("prompt: 2048 continuations of 4000 tokens are 8192000, at ")
+            assert len(server.good(score(server, prompt, continuations[:20]))["data"]) == 20
