@@ -22,6 +22,8 @@ from octavo.serve.wire import Ready
 
 COMPLETION_DEFAULT_TOKENS = 16
 MAX_CHOICES = 4096
+MAX_PROMPT_LOGPROBS = 1 << 22
+"""Of an answer, alternatives included: each takes a hundred bytes, in the engine and here."""
 
 log = logging.getLogger("octavo.server")
 
@@ -38,6 +40,7 @@ def add_samples(
     """Every sample of every prompt as an engine request; ApiError 400 before any is submitted."""
     own = ready.generation.get("max_tokens", ready.max_model_len)
     default = own if wanted.chat else COMPLETION_DEFAULT_TOKENS
+    reported = 0
     for prompt in prompts:
         room = ready.max_model_len - (1 if max_tokens is None else max_tokens)
         prompt = _truncate(prompt, body.truncate_prompt_tokens, room)
@@ -48,6 +51,9 @@ def add_samples(
         if params.n * len(prompts) > MAX_CHOICES:
             limit = f"at most {MAX_CHOICES} choices, not {params.n * len(prompts)}"
             raise errors.invalid(f"n: prompts times n may be {limit}", "n")
+        if params.prompt_logprobs is not None:
+            reported += len(prompt.ids) * params.n * (params.prompt_logprobs + 1)
+            _check_reported(reported, body)
         for sample in range(params.n):
             request = engine.Request(
                 request_id=f"{base_id}-{len(job.choices)}",
@@ -62,6 +68,14 @@ def add_samples(
                 client=job.client,
             )
             job.add(prompt, request)
+
+
+def _check_reported(count: int, body: CompletionBody | ChatBody) -> None:
+    if count > MAX_PROMPT_LOGPROBS:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        what = f"asks for {count} log-probabilities of prompt tokens or more (tokens x samples x"
+        limit = f"alternatives + 1), at most {MAX_PROMPT_LOGPROBS}: send fewer prompts at a time"
+        raise errors.invalid(f"{name} {what} {limit}", name)
 
 
 def _truncate(prompt: Prompt, keep: int | None, room: int) -> Prompt:

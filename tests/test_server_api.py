@@ -192,6 +192,22 @@ def test_token_ids_and_prompt_logprobs(srv):
     ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"prompt_logprobs": 20, "n": 128, "temperature": 1}, "prompt_logprobs"),
+        ({"logprobs": 20, "echo": True, "n": 128, "temperature": 1}, "logprobs"),
+        ({"prompt": ["a" * 2000] * 200, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt": ["a" * 2000] * 2048, "prompt_logprobs": 1, "max_tokens": 0}, "prompt_logprobs"),
+    ],
+)
+def test_log_probabilities_of_prompts_are_bounded(srv, fields, name):
+    """A request of two kilobytes asked for half a gigabyte of them."""
+    status, _, body = srv.complete(**{"prompt": "a" * 2000, "max_tokens": 1, **fields})
+    assert (status, body["error"]["param"]) == (400, name)
+    assert "at most 4194304" in body["error"]["message"]
+
+
 def test_truncation_keeps_the_end(srv):
     body = srv.good(srv.complete("abcdef", truncate_prompt_tokens=2, max_tokens=3, echo=True))
     assert text(body) == "efefe"
