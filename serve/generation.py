@@ -187,11 +187,11 @@ class Generation:
 
     def _opening(self) -> bytes:
         """What a stream says before the first news: of choices that want no token, all."""
-        self._writers = [self._writer(choice) for choice in self.choices]
+        self._writers = [self._writer_of(choice) for choice in self.choices]
         done = [c for c in self.choices if c.finish_reason is not None]
         return b"".join(self._greet(c) + self._last(c, Delta(), c.finish_reason) for c in done)
 
-    def _writer(self, choice: Choice) -> objects.ChunkWriter:
+    def _writer_of(self, choice: Choice) -> objects.ChunkWriter:
         identity, chat = self._identity, self._wanted.chat
         if not self._wanted.counting:
             with_usage = self._wanted.usage
