@@ -29,7 +29,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.decode_tuning import SMEM_BYTES, TILE_ROWS, DecodeTuning, default_tuning
-from octavo.attention.mosaic_front import Ahead, FrontRefs, FrontSpec
+from octavo.attention.mosaic_front import Ahead, FrontRefs, FrontSpec, keep_plain
 from octavo.attention.splits import (
     BLOCK,
     FLOOR,
@@ -275,6 +275,7 @@ def _kernel(
         results = (parts, lse)
         if not tuning.interpreted:
             scratch["q_tile"], scratch["staging"] = scratch["q_tile"]
+            keep_plain(scratch["staging"])
         staging, staged = (scratch.pop(name).at[pair] for name in ("staging", "staged"))
         raw = FrontRefs(q_ref, k_ref, v_ref, cos, sin, tuple(norms), turned, staging, staged)
         ahead = Ahead(raw, lane, count, shape, front)

@@ -183,6 +183,18 @@ def _turn(refs: FrontRefs, row: Array, start: int, norm: int, spec: FrontSpec) -
     staged[1][...] = (second * cos + first * sin).astype(refs.staging.dtype)
 
 
+def keep_plain(ref: Ref) -> None:
+    """Says that shared memory lies row after row, as it is declared; emits nothing.
+
+    Left to layout inference, memory without transforms may be swizzled: the staging's copies of
+    single rows made that tiles of [1, 64] with a swizzle of 128 bytes. Copies swizzle by address,
+    but a load or store of registers by the offset in its slice, so a slice that does not begin at a
+    multiple of 8 lines, such as the second half of the columns, meets its 16-byte groups in another
+    order. The interpreter knows no swizzle and sees nothing.
+    """
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: None)(ref)
+
+
 def _layout(columns: int) -> Any:
     """[8, columns] over a warpgroup: a warp has 2 rows, each in 16 lanes, so a norm stays in it."""
     vector = 2 if columns % 32 == 0 else 1

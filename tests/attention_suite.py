@@ -3,13 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import builtin, memref
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.cache.layout import LayerCache
@@ -27,6 +33,48 @@ def interpreter() -> Iterator[None]:
         yield
         jax.effects_barrier()
     assert not gpu_callbacks.get_races().races_found
+
+
+def lowered(traced: jax.stages.Traced, swizzled: bool = True) -> str:
+    """The program for CUDA, as text; fails if a kernel would take registers from a wrong place.
+
+    Mosaic swizzles a load or store of registers by the offset in its slice of shared memory, TMA
+    and wgmma by address. They agree only on slices that begin at a multiple of the pattern, which
+    the interpreter, without swizzles, doesn't notice. `swizzled`: whether there are such transfers.
+    """
+    original, transfers = FragmentedArray.transfer_tiled, []
+
+    def recorded(ref: Any, swizzle: int | None, *arguments: Any, **options: Any) -> Any:
+        # Inference tries transfers of a reference that no memory stands behind.
+        tried = isinstance(ref.owner, builtin.UnrealizedConversionCastOp)
+        if swizzle is not None and swizzle > 16 and not tried:
+            transfers.append(_offsets(ref, 8 * swizzle))
+        return original(ref, swizzle, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FragmentedArray, "transfer_tiled", staticmethod(recorded))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert bool(transfers) == swizzled
+    assert not any(map(any, transfers)), f"slices that begin within a swizzle: {transfers}"
+    return text
+
+
+def _offsets(ref: Any, period: int) -> list[int]:
+    """Bytes past a multiple of the period at which each slicing of a reference may begin."""
+    offsets = []
+    while not isinstance(ref.owner, memref.ViewOp):
+        operation, ref = ref.owner, ref.owner.source
+        if isinstance(operation, memref.CastOp):
+            continue
+        assert isinstance(operation, memref.SubViewOp)
+        size = mosaic_gpu.bitwidth(ref.type.element_type) // 8
+        strides, _ = ref.type.get_strides_and_offset()
+        for stride, start in zip(strides, operation.static_offsets):
+            # A start that is known at run time only may be 1.
+            step = 1 if ir.ShapedType.is_dynamic_size(start) else start
+            offsets.append(step * stride * size % period)
+    return offsets
 
 
 def decode_rows(meta: AttentionMeta, rows: slice) -> AttentionMeta:

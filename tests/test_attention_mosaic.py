@@ -18,6 +18,7 @@ from attention_suite import (
     decode_rows,
     error,
     interpreter,
+    lowered,
     oracle,
 )
 from jax.sharding import use_abstract_mesh
@@ -117,7 +118,7 @@ def test_prefill_lowers_for_cuda_without_a_gpu(head_dim: int):
     with use_abstract_mesh(H200):
         run = jax.jit(partial(attend, spec=problem.spec, impl="mosaic"))
         traced = run.trace(problem.q, problem.layer, problem.meta)
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        lowered(traced)
 
 
 @pytest.mark.parametrize("head_dim", [96, 128, 256])
@@ -127,7 +128,7 @@ def test_decode_lowers_for_cuda_without_a_gpu(head_dim: int):
     with use_abstract_mesh(H200):
         run = jax.jit(partial(attend, spec=problem.spec, impl="mosaic"))
         traced = run.trace(problem.q, problem.layer, problem.meta)
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        lowered(traced)
 
 
 def _to_write(tokens: int, heads: int) -> tuple[LayerCache, jax.Array, jax.Array, jax.Array]:
@@ -162,7 +163,7 @@ def test_write_is_in_place_and_lowers_for_cuda_without_a_gpu():
     problem = _to_write(256, 2)
     with use_abstract_mesh(H200):
         traced = jax.jit(mosaic_write.write_mosaic, donate_argnums=0).trace(*problem)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered(traced, swizzled=False)
     assert text.count("mosaic_gpu_v2") == 1
     assert text.count("tf.aliasing_output") == 2
     assert "stablehlo.scatter" not in text

@@ -17,6 +17,7 @@ from attention_suite import (
     decode_rows,
     error,
     interpreter,
+    lowered,
     oracle,
 )
 from jax.sharding import use_abstract_mesh
@@ -188,14 +189,14 @@ def test_a_models_decode_step_from_raw_projections(monkeypatch: pytest.MonkeyPat
         assert error(pages, np.asarray(wanted.astype(jnp.float32))) <= TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("head_dim", [96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_raw_decode_lowers_for_cuda_without_a_gpu_and_in_place(head_dim: int):
     case = Case("normed", tuple((1, 900 + i) for i in range(8)), 32, 8, head_dim, 64, "bfloat16")
     problem, qkv, front = _raw(case)
     with use_abstract_mesh(H200):
         run = jax.jit(partial(attend_raw, spec=problem.spec), donate_argnums=2)
         traced = run.trace(qkv, front, problem.layer, problem.meta)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered(traced)
     assert text.count("mosaic_gpu_v2") == 1
     assert text.count("tf.aliasing_output") == 2
     assert _scattered(text) == {"i32"}
@@ -213,7 +214,7 @@ def test_a_models_raw_decode_step_has_one_kernel_a_layer_and_no_scatter():
 
     with use_abstract_mesh(H200):
         traced = jax.jit(step, donate_argnums=0).trace(cache, params, meta)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered(traced)
     assert text.count("mosaic_gpu_v2") == len(config.layers)
     assert text.count("tf.aliasing_output") == 2 * len(config.layers)
     assert _scattered(text) == {"i32"}
