@@ -82,7 +82,9 @@ def _raw(case: Case, seed: int = 0) -> tuple[Problem, jax.Array, Front]:
 
 def _one_by_one(problem: Problem, qkv: jax.Array, front: Front) -> Problem:
     """The problem that `attend` is left with when queries are made and keys are written."""
-    q, k, v = jax.jit(front_reference)(qkv, front)
+    # XLA may leave out a rounding between the norm and the rotation; the kernel never does.
+    rounded = {"xla_allow_excess_precision": False}
+    q, k, v = jax.jit(front_reference, compiler_options=rounded)(qkv, front)
     layer = write(problem.layer, k, v, problem.meta, problem.spec, impl="xla")
     return replace(problem, q=q.reshape(problem.q.shape), layer=layer)
 
@@ -266,4 +268,5 @@ def test_a_row_is_bit_equal_in_any_batch_on_the_gpu():
         alone, pages = run(qkv[rows], turned, problem.layer, meta)
         np.testing.assert_array_equal(alone, out[rows])
         own = meta.block_tables[meta.block_tables > 0]
-        np.testing.assert_array_equal(pages.k[own], layer.k[own])
+        bits = [np.asarray(x.k[own]).view(np.uint16) for x in (pages, layer)]  # poison is NaN
+        np.testing.assert_array_equal(*bits)
