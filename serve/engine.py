@@ -216,7 +216,7 @@ class Engine:
         batch, started = None, self._clock()
         if self._gate != "shut":
             steps, forced = self.pace.steps(), self.grammars.forced
-            batch = self.scheduler.schedule(self._clock(), steps, forced)
+            batch = self.scheduler.schedule(started, steps, forced)
         begun = self._begin(batch, started) if batch else None
         previous, self._in_flight = self._in_flight, None
         if previous:
