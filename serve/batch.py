@@ -6,6 +6,7 @@ A token that only the device knows travels as -1 - slot: the step reads it from 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class LoneRow:
 Row = ScheduledRow | LoneRow
 
 
+@cache
 def forward_layout(bucket: Bucket) -> PackLayout:
     """Input of the forward program of `bucket`."""
     t, s, p = bucket.tokens, bucket.rows, bucket.pages
@@ -53,11 +55,13 @@ def forward_layout(bucket: Bucket) -> PackLayout:
     )
 
 
+@cache
 def sample_layout(rows: int) -> PackLayout:
     """Input of the sampling program for `rows` rows."""
     return PackLayout((Field("sampling", (rows, WIDTH)), Field("live", (rows,))))
 
 
+@cache
 def decode_layout(bucket: Bucket) -> PackLayout:
     """Input of the multi-step decode program of `bucket`."""
     s, p = bucket.rows, bucket.pages

@@ -42,7 +42,7 @@ class Grammars:
         self._jobs: dict[str, tuple[Grammar, Job]] = {}
         self._matchers: dict[str, LLMatcher] = {}
         self._failures: dict[str, str] = {}
-        self._forced: dict[str, list[int]] = {}
+        self._forced: dict[str, Sequence[int]] = {}
         self._executor: LLExecutor | None = None
 
     def start(self, request: Request) -> None:
@@ -121,6 +121,7 @@ class Grammars:
                 matcher.consume_tokens(forced)
         if goes_on := [(matcher, index) for matcher, index in todo if not matcher.is_stopped()]:
             self._fill(goes_on, mask)
+            self._note_choices(batch, [index for _, index in goes_on], mask)
         for matcher, index in todo:
             if matcher.is_error():
                 self._failures[batch.rows[index].request_id] = reason(matcher)
@@ -139,6 +140,14 @@ class Grammars:
             fill_next_token_bitmask_par(self._executor, todo, mask.view(np.int32))
         self._let_all_eos(mask, [index for _, index in todo])
 
+    def _note_choices(self, batch: ScheduledBatch, rows: list[int], mask: np.ndarray) -> None:
+        """Where two tokens are allowed none is forced, so that the library need not be asked."""
+        allowed = np.bitwise_count(mask).sum(axis=1, dtype=np.int32).tolist()
+        for index in rows:
+            row = batch.rows[index]
+            if allowed[index] > 1 and not row.forced:
+                self._forced[row.request_id] = ()
+
     def _let_all_eos(self, mask: np.ndarray, rows: list[int]) -> None:
         """Any end-of-sequence id is allowed where the first one is, and nowhere else."""
         if len(self._eos_ids) < 2:
@@ -154,10 +163,11 @@ class Grammars:
         """Take the batch's drawn tokens; results whose grammar is complete or failed say so."""
         if not self._matchers:
             return
-        for row, result in zip(batch.rows, results):
-            matcher = self._matchers.get(row.request_id)
-            if matcher is not None and result.token_ids:
-                self._take(row.request, matcher, result)
+        with panics_are_errors("the grammar library"):
+            for row, result in zip(batch.rows, results):
+                matcher = self._matchers.get(row.request_id)
+                if matcher is not None and result.token_ids:
+                    self._take(row.request, matcher, result)
 
     def _take(self, request: Request, matcher: "LLMatcher", result: RowResult) -> None:
         """Follow the drawn tokens; of those behind the grammar's end none counts."""
@@ -165,9 +175,8 @@ class Grammars:
         for count, token in enumerate(result.token_ids, 1):
             if failure is None and token in request.stop_ids:
                 return
-            with panics_are_errors("the grammar library"):
-                if failure is None and not matcher.consume_token(token):
-                    failure = reason(matcher)
+            if failure is None and not matcher.consume_token(token):
+                failure = reason(matcher)
             if failure is not None:
                 result.error, result.invalid = f"grammar: {failure}", True
                 return

@@ -94,14 +94,19 @@ class InFlight:
             report = report[None]
         prompt = None if self.prompt_report is None else jax.device_get(self.prompt_report)
         pooled = None if self.pooled is None else jax.device_get(self.pooled)
+        heads = None if report is None else report[:, :, : FINITE + 1].transpose(1, 2, 0).tolist()
         results, start = [], 0
         for index, row in enumerate(self.batch.rows):
             prompt_logprobs = ()
             if prompt is not None:
                 prompt_logprobs = self._prompt_logprobs(row, prompt[start : start + row.query_len])
             start += row.query_len
-            columns = report[:, index] if report is not None and row.samples else None
-            result = self._row_result(row, columns, prompt_logprobs)
+            if report is None or heads is None or not row.samples:
+                result = RowResult(prompt_logprobs=prompt_logprobs)
+            else:
+                tokens, finite = heads[index]
+                columns = report[:, index]
+                result = self._row_result(row, tokens, finite, columns, prompt_logprobs)
             if pooled is not None and pools(row):
                 result = _with_pooled(result, pooled[index])
             results.append(result)
@@ -110,23 +115,29 @@ class InFlight:
     def _row_result(
         self,
         row: ScheduledRow,
-        columns: np.ndarray | None,
+        tokens: list[int],
+        finite: list[int],
+        columns: np.ndarray,
         prompt_logprobs: tuple[TokenLogprob, ...],
     ) -> RowResult:
-        if columns is None:
-            return RowResult(prompt_logprobs=prompt_logprobs)
-        drawn = columns[columns[:, FINITE] >= 0]  # steps after a stop are all -1
-        if not drawn[:, FINITE].all():
+        """What a row has drawn: its report i32[k, W], and of each step the token and FINITE.
+
+        Plain numbers: NumPy calls on each row's few of them are dear between two single steps.
+        """
+        if -1 in finite:  # steps after a stop are all -1
+            tokens = tokens[: finite.index(-1)]
+        if 0 in finite:
             return RowResult(error=NOT_FINITE)
-        if (drawn[:, TOKEN] < 0).any():
+        if tokens and min(tokens) < 0:
             return RowResult(error=ALL_BANNED, invalid=True)
         asked = row.request.params.logprobs
         logprobs = ()
         if asked is not None:
             logprobs = tuple(
-                _logprob(int(step[TOKEN]), step[2:], self.flags.logprobs, asked) for step in drawn
+                _logprob(token, step[2:], self.flags.logprobs, asked)
+                for token, step in zip(tokens, columns)
             )
-        return RowResult((*row.forced, *drawn[:, TOKEN].tolist()), logprobs, prompt_logprobs)
+        return RowResult((*row.forced, *tokens), logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, row: ScheduledRow, columns: np.ndarray) -> tuple[TokenLogprob, ...]:
         asked = row.request.params.prompt_logprobs

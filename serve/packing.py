@@ -6,6 +6,7 @@ buffer and are sliced apart on the device; floats and unsigned words travel as t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -22,7 +23,7 @@ class Field:
     shape: tuple[int, ...]
     kind: str = "i32"
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Words the array takes."""
         return prod(self.shape)
@@ -39,20 +40,21 @@ class PackLayout:
 
     fields: tuple[Field, ...]
 
-    def starts(self) -> list[int]:
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
         """First word of each array, and the size of the whole buffer in words."""
         padded = [-(-field.size // ALIGN) * ALIGN for field in self.fields]
-        return list(accumulate(padded, initial=0))
+        return tuple(accumulate(padded, initial=0))
 
     @property
     def size(self) -> int:
         """Words of the whole buffer, padding included."""
-        return self.starts()[-1]
+        return self.starts[-1]
 
     def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """One int32 buffer [size]. Each array must have its field's shape and kind."""
         buffer = np.zeros(self.size, np.int32)
-        for field, start in zip(self.fields, self.starts()):
+        for field, start in zip(self.fields, self.starts):
             array = arrays[field.name]
             if array.shape != field.shape or array.dtype != KINDS[field.kind]:
                 raise ValueError(f"{field} was given {array.dtype}{array.shape}")

@@ -66,7 +66,7 @@ class Graph:
 def unpack(layout: PackLayout, buffer: Int32[Array, " n"]) -> dict[str, Array]:
     """The arrays of a packed buffer, by name."""
     arrays = {}
-    for field, start in zip(layout.fields, layout.starts()):
+    for field, start in zip(layout.fields, layout.starts):
         words = buffer[start : start + field.size].reshape(field.shape)
         dtype = {"i32": jnp.int32, "f32": jnp.float32, "u32": jnp.uint32}[field.kind]
         arrays[field.name] = lax.bitcast_convert_type(words, dtype)

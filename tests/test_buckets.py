@@ -115,7 +115,7 @@ def test_packed_arrays_come_apart_bit_for_bit(shapes):
     }
     buffer = layout.pack(arrays)
     assert (buffer.shape, buffer.dtype) == ((layout.size,), np.int32)
-    for field, start in zip(layout.fields, layout.starts()):
+    for field, start in zip(layout.fields, layout.starts):
         assert start * 4 % 256 == 0, "a kernel may get a slice of the buffer, which must be aligned"
         words = buffer[start : start + field.size].view(KINDS[field.kind])
         np.testing.assert_array_equal(
@@ -187,7 +187,7 @@ def test_a_packed_step_says_where_each_token_is_and_goes(pairs):
     buffer = packing.pack_forward(batch, bucket, PAGE)
     found = {
         field.name: buffer[start : start + field.size].reshape(field.shape)
-        for field, start in zip(layout.fields, layout.starts())
+        for field, start in zip(layout.fields, layout.starts)
     }
     assert found["num_rows"] == len(rows)
     token = 0

@@ -118,6 +118,35 @@ def allowed(matcher):
     return np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist()
 
 
+@pytest.mark.parametrize("grammar", [GRAMMARS[0], GRAMMARS[3]])
+def test_the_library_is_asked_what_is_forced_only_where_one_token_is_allowed(grammar):
+    """Its answer would be "nothing" elsewhere: asking for every row of a step takes host time."""
+    engine, asked, answered = tiny_engine(overlap=True), [], 0
+    request = replace(requests()[0], grammar=grammar)
+    engine.add(request)
+
+    class Asked:
+        """A matcher that may only be asked what is forced."""
+
+        def compute_ff_tokens(self):
+            asked.append(request.request_id)
+            return real.compute_ff_tokens()
+
+    while engine.has_work():
+        engine.step()
+        real = engine.grammars._matchers.get(request.request_id)
+        if real is None or engine._in_flight is None or engine._in_flight.batch.rows[0].forced:
+            continue
+        engine.grammars._matchers[request.request_id] = Asked()
+        forced, before = engine.grammars.forced(request.request_id), len(asked)
+        assert list(forced) == real.compute_ff_tokens()
+        engine.grammars._matchers[request.request_id] = real
+        assert (before > 0) == (len(allowed(real)) == 1), allowed(real)
+        asked.clear()
+        answered += not before
+    assert answered
+
+
 def test_pages_of_forced_tokens_are_shared():
     engine = tiny_engine(overlap=True)
     first = requests()[2]
