@@ -30,23 +30,27 @@ class DispatchSlack:
     """Learns how long dispatches keep the device and how long one takes to make.
 
     Both are taken with four times their mean deviation to the safe side. A device that has run dry
-    all the same doubles a further margin, which shrinks again with each dispatch that is in time.
+    because a dispatch was put off makes a further margin grow, which shrinks with each that was in
+    time.
     """
 
     DEVIATIONS = 4
-    LEAST_MARGIN, MOST_MARGIN = 0.0003, 0.01
-    SHRINK = 0.99
+    LEAST_MARGIN, MOST_MARGIN = 0.0003, 0.003
+    GROW, SHRINK = 1.5, 0.98
 
     def __init__(self) -> None:
         self._device: dict[Hashable, Running] = {}
         self._host = Running()
         self._margin = self.LEAST_MARGIN
+        self._put_off = False
 
     def dispatched(self, host_seconds: float, *, late: bool) -> None:
         """A dispatch took so long to make; `late` if the device had nothing left by then."""
         self._host.note(host_seconds)
-        self._margin = self._margin * 2 if late else self._margin * self.SHRINK
-        self._margin = min(max(self._margin, self.LEAST_MARGIN), self.MOST_MARGIN)
+        if self._put_off:
+            self._margin *= self.GROW if late else self.SHRINK
+            self._margin = min(max(self._margin, self.LEAST_MARGIN), self.MOST_MARGIN)
+        self._put_off = False
 
     def answered(self, kind: Hashable, seconds: float) -> None:
         """A dispatch of this kind kept the device so long."""
@@ -62,4 +66,6 @@ class DispatchSlack:
             return 0.0
         most = device.mean - self.DEVIATIONS * device.deviation
         lead = host.mean + self.DEVIATIONS * host.deviation + self._margin
-        return max(0.0, since + most - lead - now)
+        left = max(0.0, since + most - lead - now)
+        self._put_off |= left > 0
+        return left

@@ -1,5 +1,7 @@
 """How long a dispatch may be put off: never past the end of what the device has to do."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,12 +38,28 @@ def test_a_steady_device_is_used_to_its_end_less_the_time_of_a_dispatch():
     assert slack.left("decode", 5.0, 5.0095) == 0.0
 
 
-def test_a_device_that_ran_dry_is_given_more_time():
-    assert learnt(0.010, late=True, times=8).left("decode", 0.0, 0.0) == 0.0
+def test_a_device_that_ran_dry_because_of_it_is_given_more_time():
     slack = learnt(0.010)
+    slack.dispatched(0.001, late=True)  # of no consequence: nothing was put off
     before = slack.left("decode", 0.0, 0.0)
+    assert before == pytest.approx(learnt(0.010).left("decode", 0.0, 0.0), abs=1e-5)
     slack.dispatched(0.001, late=True)
-    assert slack.left("decode", 0.0, 0.0) < before
+    assert 0.0 < slack.left("decode", 0.0, 0.0) < before
+
+
+def test_what_varies_is_put_off_for_most_of_its_time_and_hardly_ever_late():
+    """A step of the 8B model, and what making a dispatch takes, with the spread of both."""
+    slack, random, late, put_off = DispatchSlack(), Random(0), 0, []
+    for _ in range(2000):
+        device, host = random.gauss(0.0047, 0.0001), random.gauss(0.0013, 0.0001)
+        left = slack.left("decode", 0.0, 0.0)
+        dry = left + host > device
+        late += dry
+        put_off.append(left)
+        slack.dispatched(host, late=dry)
+        slack.answered("decode", max(device, left + host) if dry else device)
+    assert late < 20
+    assert sum(put_off) / len(put_off) > 0.0018
 
 
 @given(
@@ -83,7 +101,7 @@ def test_an_engine_puts_off_what_follows_a_dispatch_in_flight(overlap):
         found.append(engine.slack())
         clock.now += 0.02  # the device is taken to have computed so long
     # However often the device ran dry meanwhile: 0.02 less the largest margin is left.
-    assert (max(found) > 0.005) is overlap
+    assert (max(found) > 0.01) is overlap
     while engine.has_work():
         engine.step()
     assert engine.slack() == 0.0
