@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
+import octavo.serve
 from octavo.serve import cli_text
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.configfile import LoadedConfig
@@ -33,6 +35,7 @@ USAGE = """usage: octavo COMMAND [--flags]
 
 octavo COMMAND --help lists a command's flags. Every one may also stand in a Python config file:
 --config=file.py, and --config.field=value overrides a field of it.
+octavo --version says which version this is.
 """
 
 
@@ -56,6 +59,9 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (2 for a usage error)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["--version"]:
+        print(f"octavo {octavo.__version__}")
+        return 0
     if args[:1] != ["bench"]:
         return dispatch("octavo", COMMANDS, USAGE, args)
     from octavo.bench import commands
@@ -71,7 +77,9 @@ def dispatch(program: str, commands: Mapping[str, Command], usage: str, args: li
         return 0 if args else 2
     command = commands.get(args[0])
     if command is None:
-        message = f"{program}: unknown command {args[0]!r}\n\n{usage}"
+        near = get_close_matches(args[0], commands, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        message = f"{program}: unknown command {args[0]!r}{hint}\n\n{usage}"
         print(message, end="", file=sys.stderr)
         return 2
     name = f"{program} {args[0]}"

@@ -13,6 +13,7 @@ import pytest
 from family_data import FOLDER, reference_of
 from tiny import ARTEFACTS
 
+import octavo as package
 from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.forward import forward
 from octavo.outputs import CompletionOutput
@@ -55,7 +56,16 @@ def test_every_command_has_help(name, capsys):
 
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert cli.main(["serv"]) == 2
-    assert "unknown command 'serv'" in capsys.readouterr().err
+    assert "unknown command 'serv'; did you mean 'serve'?" in capsys.readouterr().err
+    assert cli.main(["bench", "decod"]) == 2
+    assert "unknown command 'decod'; did you mean 'decode'?" in capsys.readouterr().err
+    assert cli.main(["nothing-like-it"]) == 2
+    assert capsys.readouterr().err.startswith("octavo: unknown command 'nothing-like-it'\n")
+
+
+def test_the_version_is_told(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"octavo {package.__version__}\n"
 
 
 def test_the_installed_command_starts_without_jax():
