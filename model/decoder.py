@@ -12,6 +12,8 @@ product computes q, k and v, one gate and up: narrow products are what keeps a d
 the speed of memory. Layers are unrolled: a scan over stacked weights copies each of them out.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -31,6 +33,18 @@ from octavo.model.rope import apply_rope, rope_tables
 from octavo.model.sharding import TENSOR
 
 Tables = dict[RopeConfig, tuple[Array, Array]]
+
+
+class Attended(NamedTuple):
+    """Where the last layer's attention leaves off; what is left takes each token by itself.
+
+    Attributes:
+        x: [T, E], the residual stream before that layer.
+        mixed: [T, K, G, D], what its attention mixed for each query head.
+    """
+
+    x: Float[Array, "T E"]
+    mixed: Float[Array, "T K G D"]
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -104,25 +118,69 @@ def forward(
     `block="mosaic"` does in decode steps of few rows by one kernel a layer what lies between two
     attentions, for models that `block_refusal` doesn't refuse.
     """
+    if block == "mosaic" and meta.max_query_len == 1 and len(tokens) <= MAX_ROWS:
+        x, tables = _begin(params, config, tokens, positions)
+        return _layers_by_kernel(params, config, x, tables, cache, meta, impl)
+    attended, cache = attend_through(params, config, tokens, positions, cache, meta, impl, mesh)
+    return finish(params, config, attended), cache
+
+
+def attend_through(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    cache: KVCache,
+    meta: AttentionMeta,
+    impl: str = "auto",
+    mesh: Mesh | None = None,
+) -> tuple[Attended, KVCache]:
+    """`forward` up to what the last layer's attention mixes, for `finish` of the tokens wanted.
+
+    A prompt's tokens are needed in the cache, but only its last one gets logits: without the rest
+    of the last layer for all of them a long prompt of a model of 32 layers is 2 % less work.
+    """
+    x, tables = _begin(params, config, tokens, positions)
+    layers: list[LayerCache] = []
+    last = len(config.layers) - 1
+    for index, weights in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{index}"):
+            qkv = qkv_projection(weights, config, x)
+            mixed, layer = _attention(weights, config, index, qkv, tables, cache, meta, impl, mesh)
+            layers.append(layer)
+            if index == last:
+                return Attended(x, mixed), KVCache(tuple(layers))
+            x = _after_attention(weights, config, x, mixed)
+    raise ValueError("a model without layers")
+
+
+def finish(params: Params, config: ModelConfig, attended: Attended) -> Float[Array, "T E"]:
+    """Hidden states after the final norm, of any of the tokens of `attend_through`."""
+    with jax.named_scope(f"layer_{len(config.layers) - 1}"):
+        x = _after_attention(params["layers"][-1], config, *attended)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
+
+
+def _begin(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+) -> tuple[Float[Array, "T E"], Tables]:
+    """The tokens' embeddings, and the tables of each rope that a layer has."""
     with jax.named_scope("embed"):
         x = params["embed"][tokens]
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        tables: Tables = {rope: rope_tables(rope, config.head_dim, positions) for rope in ropes}
-    if block == "mosaic" and meta.max_query_len == 1 and len(tokens) <= MAX_ROWS:
-        return _layers_by_kernel(params, config, x, tables, cache, meta, impl)
-    layers: list[LayerCache] = []
-    for index, weights in enumerate(params["layers"]):
-        with jax.named_scope(f"layer_{index}"):
-            qkv = qkv_projection(weights, config, x)
-            mixed, layer = _attention(weights, config, index, qkv, tables, cache, meta, impl, mesh)
-            x = out_projection(weights, config, x, mixed)
-            x = mlp(weights, config, x)
-        layers.append(layer)
-    with jax.named_scope("final_norm"):
-        x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
-    return x, KVCache(tuple(layers))
+        return x, {rope: rope_tables(rope, config.head_dim, positions) for rope in ropes}
+
+
+def _after_attention(
+    weights: Params, config: ModelConfig, x: Float[Array, "T E"], mixed: Float[Array, "T K G D"]
+) -> Float[Array, "T E"]:
+    return mlp(weights, config, out_projection(weights, config, x, mixed))
 
 
 def _layers_by_kernel(

@@ -44,6 +44,7 @@ class Family:
         abstract_params: tree of ParamSpec.
         hf_names: path of each leaf -> the checkpoint tensors that fill it.
         forward, unembed: the graph, split where only some rows need logits.
+        attend_through, finish: `forward` in two, split where only some need the last layer.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Family:
     abstract_params: Callable[[ModelConfig], Any] = decoder.abstract_params
     hf_names: Callable[[ModelConfig], dict[Path, tuple[Piece, ...]]] = decoder_names.hf_names
     forward: Forward = decoder.forward
+    attend_through: Callable[..., tuple[decoder.Attended, KVCache]] = decoder.attend_through
+    finish: Callable[[Any, ModelConfig, decoder.Attended], Array] = decoder.finish
     unembed: Callable[[Any, ModelConfig, Array], Array] = decoder.unembed
 
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo.cache.layout import CacheLayout, init_cache
+from octavo.model.decoder import Attended
 from octavo.model.params import shape_dtypes
 from octavo.model.pooling import sum_by_row
-from octavo.model.sharding import cache_sharding, sharding_tree
+from octavo.model.sharding import TENSOR, cache_sharding, sharding_tree
 from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
 from octavo.sampling.pack import mask_words
 from octavo.sampling.params import MAX_LOGPROBS
@@ -150,6 +151,8 @@ class ProgramBuilder:
             flags = SamplingFlags(logprobs=top_n)
             keys += [ProgramKey("prompt_logprobs", flags=flags, size=size) for size in tokens]
         keys += [ProgramKey("pool", size=size) for size in tokens]
+        mixed = sorted({bucket.tokens for bucket in buckets if not bucket.is_decode})
+        keys += [ProgramKey("states", size=size) for size in mixed]
         keys += [ProgramKey("reset", size=size) for size in self.settings.reset_sizes()]
         return keys
 
@@ -206,7 +209,7 @@ class ProgramBuilder:
         function = jax.jit(
             partial(step.forward_step, self.graph, key.bucket, layout),
             donate_argnums=(1,),
-            out_shardings=(self.cache_shardings(), self.whole, self.whole),
+            out_shardings=(self.cache_shardings(), self.whole, self._states_shardings(key.bucket)),
             compiler_options=forward_options(key.bucket),
         )
         return Lowerable(
@@ -242,6 +245,17 @@ class ProgramBuilder:
         args = (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size))
         return Lowerable(function, args)
 
+    def _states(self, key: ProgramKey) -> Lowerable:
+        function = jax.jit(partial(step.states_step, self.graph), out_shardings=self.whole)
+        config, shardings = self.graph.config, self._attended_shardings
+        heads = (config.num_kv_heads, config.group_size, config.head_dim)
+        shapes = ((key.size, config.hidden_size), (key.size, *heads))
+        attended = Attended._make(
+            jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype), sharding=sharding)
+            for shape, sharding in zip(shapes, shardings)
+        )
+        return Lowerable(function, (self._params_abs, attended))
+
     def _reset(self, key: ProgramKey) -> Lowerable:
         layout = packing.reset_layout(key.size, self.graph.config.vocab_size)
         function = jax.jit(
@@ -272,6 +286,16 @@ class ProgramBuilder:
     def cache_shardings(self) -> Any:
         """Shardings of the cache's arrays; None without a mesh."""
         return cache_sharding(self.layout, self.graph.mesh) if self.graph.mesh else None
+
+    @property
+    def _attended_shardings(self) -> Attended:
+        """Of what a mixed step's forward program leaves: each device has its heads' part."""
+        mesh = self.graph.mesh
+        heads = NamedSharding(mesh, PartitionSpec(None, TENSOR)) if mesh else None
+        return Attended._make((self.whole, heads))
+
+    def _states_shardings(self, bucket: Bucket) -> Any:
+        return self.whole if bucket.is_decode else self._attended_shardings
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from octavo.cache.layout import CacheLayout, KVCache, init_cache
+from octavo.model.decoder import Attended
 from octavo.model.params import param_bytes
 from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
 from octavo.sampling.state import RowState, init_row_state
@@ -140,14 +141,14 @@ class Runner:
         self._count(bucket, batch.num_tokens, 1)
         forward = self.programs.get(ProgramKey("forward", bucket))
         packed = packing.pack_forward(batch, bucket, self.layout.page_size)
-        self.cache, logits, hidden = forward(
+        self.cache, logits, states = forward(
             self.params, self.cache, self.last_tokens, self._put(packed)
         )
-        prompt_report, prompt_top_n = self._prompt_logprobs(batch, bucket, hidden)
+        prompt_report, prompt_top_n = self._prompt_logprobs(batch, bucket, states)
         packed = None
         if any(row.samples for row in batch.rows):
             packed = self._put(packing.pack_sample(batch.rows, bucket.rows))
-        pooled = self._pool(batch, bucket, hidden)
+        pooled = self._pool(batch, bucket, states)
         return Forwarded(batch, flags, logits, packed, prompt_report, prompt_top_n, pooled)
 
     def sample(self, step: Forwarded, mask: np.ndarray | None = None) -> InFlight:
@@ -183,7 +184,7 @@ class Runner:
         return InFlight(batch, flags, report)
 
     def _prompt_logprobs(
-        self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array
+        self, batch: ScheduledBatch, bucket: Bucket, states: step.States
     ) -> tuple[jax.Array | None, int]:
         wanted = [
             row.request.params.prompt_logprobs
@@ -196,15 +197,23 @@ class Runner:
         flags = SamplingFlags(logprobs=min(b for b in LOGPROB_BUCKETS if b >= most))
         key = ProgramKey("prompt_logprobs", flags=flags, size=bucket.tokens)
         targets = packing.prompt_targets(batch, bucket)
+        hidden = self._hidden(bucket, states)
         report = self.programs.get(key)(self.params, hidden, self._put(targets))
         fetch(report)
         return report, flags.logprobs
 
-    def _pool(self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array) -> jax.Array | None:
+    def _hidden(self, bucket: Bucket, states: step.States) -> jax.Array:
+        """Hidden states of all tokens of a forward program, [T, E]."""
+        if not isinstance(states, Attended):
+            return states
+        return self.programs.get(ProgramKey("states", size=bucket.tokens))(self.params, states)
+
+    def _pool(self, batch: ScheduledBatch, bucket: Bucket, states: step.States) -> jax.Array | None:
         """Sums of the hidden states that embeddings are made of, f32[max_num_seqs, E]."""
         if not any(map(packing.pools, batch.rows)):
             return None
         rows = packing.pooled_rows(batch, bucket, self.settings.max_num_seqs)
+        hidden = self._hidden(bucket, states)
         sums = self.programs.get(ProgramKey("pool", size=bucket.tokens))(hidden, self._put(rows))
         fetch(sums)
         return sums
@@ -231,10 +240,10 @@ class Runner:
             chunk = tokens[start : start + size]
             bucket = self.settings.buckets.mixed(len(chunk), 1, len(pages))
             packed = packing.pack_chunk(chunk, start, pages, bucket, self.layout.page_size)
-            self.cache, _, hidden = self.programs.get(ProgramKey("forward", bucket))(
+            self.cache, _, states = self.programs.get(ProgramKey("forward", bucket))(
                 self.params, self.cache, self.last_tokens, self._put(packed)
             )
-            chunks += self._logits(hidden, len(chunk))
+            chunks += self._logits(self._hidden(bucket, states), len(chunk))
         return np.concatenate(chunks)
 
     def _logits(self, hidden: jax.Array, count: int) -> list[np.ndarray]:

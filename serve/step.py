@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from octavo.attention.contract import AttentionMeta
 from octavo.cache.layout import KVCache
 from octavo.model.config import ModelConfig
+from octavo.model.decoder import Attended
 from octavo.model.families import Family
 from octavo.sampling.batch import SamplingBatch, SamplingFlags
 from octavo.sampling.logprobs import logprobs_of
@@ -25,6 +26,7 @@ from octavo.serve.buckets import Bucket
 from octavo.serve.packing import PackLayout
 
 Params = dict
+States = Float[Array, "T E"] | Attended
 
 PROMPT_CHUNK = 128
 """Rows whose logits exist at once while prompt log-probabilities are computed."""
@@ -62,6 +64,19 @@ class Graph:
             self.block,
         )
 
+    def attend_through(
+        self,
+        params: Params,
+        tokens: Int32[Array, " T"],
+        positions: Int32[Array, " T"],
+        cache: KVCache,
+        meta: AttentionMeta,
+    ) -> tuple[Attended, KVCache]:
+        """`forward` but for what follows the last layer's attention (`finish`)."""
+        through = self.family.attend_through
+        config, attention = self.config, self.attention
+        return through(params, config, tokens, positions, cache, meta, attention, self.mesh)
+
 
 def unpack(layout: PackLayout, buffer: Int32[Array, " n"]) -> dict[str, Array]:
     """The arrays of a packed buffer, by name."""
@@ -81,11 +96,11 @@ def forward_step(
     cache: KVCache,
     last_tokens: Int32[Array, " slots"],
     packed: Int32[Array, " n"],
-) -> tuple[KVCache, Float32[Array, "S V"], Float[Array, "T E"]]:
+) -> tuple[KVCache, Float32[Array, "S V"], States]:
     """Write the step's keys, run the model, unembed each row's last token.
 
-    Returns the cache (the donated one), logits f32[S, V] of the rows' last tokens, and the hidden
-    states [T, E] that prompt log-probabilities are computed from.
+    Returns the cache (the donated one), logits f32[S, V] of the rows' last tokens, and what hidden
+    states of all tokens are made of, for those who need them (`states_step`).
     """
     x = unpack(layout, packed)
     meta = AttentionMeta(
@@ -97,11 +112,21 @@ def forward_step(
         max_query_len=bucket.max_query_len,
     )
     tokens = resolve_tokens(x["tokens"], last_tokens)
-    hidden, cache = graph.forward(params, tokens, x["positions"], cache, meta)
-    rows = hidden if bucket.is_decode else hidden[x["last"]]
+    if bucket.is_decode:
+        hidden, cache = graph.forward(params, tokens, x["positions"], cache, meta)
+        states = hidden
+    else:
+        states, cache = graph.attend_through(params, tokens, x["positions"], cache, meta)
+        last = jax.tree.map(lambda array: array[x["last"]], states)
+        hidden = states_step(graph, params, last)
     with jax.named_scope("unembed"):
-        logits = graph.family.unembed(params, graph.config, rows)
-    return cache, logits, hidden
+        logits = graph.family.unembed(params, graph.config, hidden)
+    return cache, logits, states
+
+
+def states_step(graph: Graph, params: Params, attended: Attended) -> Float[Array, "T E"]:
+    """Hidden states of all tokens of a mixed step; a decode step's forward program has them."""
+    return graph.family.finish(params, graph.config, attended)
 
 
 def resolve_tokens(

@@ -177,3 +177,29 @@ def test_specs_and_names_describe_the_same_tree(name):
     assert jax.tree.map(lambda leaf: leaf.shape, made) == jax.tree.map(
         lambda spec: spec.shape, specs, is_leaf=is_spec
     )
+
+
+def test_the_last_layer_is_left_out_for_tokens_without_logits():
+    """One token of 64 wanted: a tiny model of two layers is spared most of one layer's products."""
+    config = config_of("llama_untied")
+    family, layout = family_of(config), config.cache_layout(65, 16)
+    tokens, cache = 64, jax.eval_shape(lambda: init_cache(layout))
+    shapes = ((1, 8), (1,), (2,), (tokens,), ())
+    abstract = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    meta = AttentionMeta(*abstract, max_query_len=tokens)
+    ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+    def early(params, ids, cache, meta):
+        attended, _ = family.attend_through(params, config, ids, ids, cache, meta)
+        return family.finish(params, config, jax.tree.map(lambda array: array[-1:], attended))
+
+    def late(params, ids, cache, meta):
+        return family.forward(params, config, ids, ids, cache, meta)[0][-1:]
+
+    def operations(function):
+        args = (shape_dtypes(family.abstract_params(config)), ids, cache, meta)
+        return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+
+    heads, embed = config.num_heads * config.head_dim, config.hidden_size
+    products = heads * embed + 3 * embed * config.intermediate_size
+    assert operations(late) - operations(early) > 2 * products * (tokens - 1) * 0.95
