@@ -12,7 +12,12 @@ from jaxtyping import Array, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.front import Front
-from octavo.attention.mosaic import attend_mosaic, attend_raw_mosaic, write_by_kernel
+from octavo.attention.mosaic import (
+    attend_mosaic,
+    attend_raw_mosaic,
+    takes_raw_mosaic,
+    write_by_kernel,
+)
 from octavo.attention.reference import attend_reference
 from octavo.attention.xla import attend_xla
 from octavo.cache.layout import LayerCache
@@ -26,10 +31,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": attend_reference,
     "xla": attend_xla,
     "mosaic": attend_mosaic,
-    "mosaic_raw": attend_mosaic,
 }
-"""What `impl` may name. Each raises NotImplementedError, before any work, for what it can't do.
-"mosaic_raw" differs in decode steps only, which `attend_raw` does."""
+"""What `impl` may name. Each raises NotImplementedError, before any work, for what it can't do."""
+
+BY_KERNEL = ("auto", "mosaic")
+"""Names under which kernels write keys, and attend from raw projections, where they can."""
 
 AUTO_ORDER = ("mosaic", "xla")
 """What "auto" tries, in order: the kernels first, where they take the device, type and shape."""
@@ -93,15 +99,21 @@ def write(
     the same bits.
     """
     k, v = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
-    by_kernel = impl in ("auto", "mosaic", "mosaic_raw") and meta.max_query_len > 1
+    by_kernel = impl in BY_KERNEL and meta.max_query_len > 1
     run = partial(_write_with, by_kernel=by_kernel and k.shape[0] >= WRITE_KERNEL_FROM)
     sharded = _over_heads(run, mesh, spec, (PAGES, TOKENS, TOKENS, None), PAGES)
     return sharded(layer, k, v, meta.slots)
 
 
-def takes_raw(impl: str, meta: AttentionMeta) -> bool:
+def takes_raw(
+    impl: str,
+    qkv: Float[Array, "T K G_plus_2 D"],
+    front: Front,
+    layer: LayerCache,
+    meta: AttentionMeta,
+) -> bool:
     """Whether `attend_raw` does this step, in place of norm, rope, `write` and `attend`."""
-    return impl == "mosaic_raw" and meta.max_query_len == 1
+    return impl in BY_KERNEL and takes_raw_mosaic(qkv, front, layer, meta)
 
 
 def attend_raw(

@@ -14,11 +14,11 @@ BARRIER_BYTES = 2048
 
 @dataclass(frozen=True)
 class DecodeTuning:
-    """How the kernel is laid out on the chip. Only the first two can change a result's rounding.
+    """How the kernel is laid out on the chip. Only the first can change a result's rounding.
 
     Attributes:
-        chunk: tokens of context a work item; a multiple of 64.
-        merged: a row's last chunk is between half and one and a half of `chunk`, not up to a whole.
+        chunk: tokens of context a work item, a multiple of 64; a row's last one has between half
+            and one and a half of it.
         stages: pages' tiles in each ring.
         pairs: memory and compute warpgroups a block, 1 or 2 of each.
         num_blocks: thread blocks of the persistent grid, one a multiprocessor.
@@ -27,7 +27,6 @@ class DecodeTuning:
     """
 
     chunk: int = 1024
-    merged: bool = False
     stages: int = 2
     pairs: int = 2
     num_blocks: int = 132

@@ -7,7 +7,7 @@ from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.front import Front
 from octavo.attention.mosaic_decode import decode_mosaic, decode_refusal
 from octavo.attention.mosaic_prefill import prefill_mosaic
-from octavo.attention.mosaic_raw import decode_raw_mosaic
+from octavo.attention.mosaic_raw import decode_raw_mosaic, refuse_raw
 from octavo.attention.mosaic_write import write_mosaic
 from octavo.cache.layout import LayerCache
 
@@ -48,6 +48,18 @@ def attend_raw_mosaic(
     """
     refuse_device()
     return decode_raw_mosaic(qkv, front, layer, meta, spec, sinks)
+
+
+def takes_raw_mosaic(
+    qkv: Float[Array, "T K G_plus_2 D"], front: Front, layer: LayerCache, meta: AttentionMeta
+) -> bool:
+    """Whether `attend_raw_mosaic` does not refuse these."""
+    try:
+        refuse_device()
+        refuse_raw(qkv, front, layer, meta)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def write_by_kernel(

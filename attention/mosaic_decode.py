@@ -98,7 +98,7 @@ def decode_mosaic(
     num_tokens, num_heads, head_dim = q.shape
     shape = tile_shape(layer, meta, num_heads // layer.k.shape[2])
     tuning = fitting(tuning, head_dim)
-    work = decode_work(meta, shape.page_size, spec.window, tuning.chunk, tuning.merged)
+    work = decode_work(meta, shape.page_size, spec.window, tuning.chunk)
     tokens = meta.query_starts[:-1, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
     packed = q if shape.queries == 1 else q[jnp.minimum(tokens, num_tokens - 1)]
     packed = packed.reshape(-1, shape.queries, shape.heads, shape.group, head_dim)
@@ -169,7 +169,7 @@ def traced_kernel(
     """
     del mesh  # part of the key only: a trace belongs to the mesh it was made under
     num_rows, num_pages = avals[2].shape
-    num_chunks = count_chunks(num_pages * shape.page_size, tuning.chunk, tuning.merged)
+    num_chunks = count_chunks(num_pages * shape.page_size, tuning.chunk)
     head_dim, dtype = shape.head_dim, avals[3].dtype
     out_shape = (num_rows, num_chunks, shape.heads, shape.rows)
     out_type = [

@@ -30,18 +30,14 @@ def decode_raw_mosaic(
 ) -> tuple[Float[Array, "T H D"], LayerCache]:
     """`attend_raw` for a decode step, on a Hopper GPU: attention, and the layer written in place.
 
-    Refuses as `refuse_inputs` and `front_refusal` say, and rows of more than one query.
+    Refuses what `refuse_raw` does.
     """
+    refuse_raw(qkv, front, layer, meta)
     num_rows, num_kv_heads, width, head_dim = qkv.shape
     group = width - 2
-    refuse_inputs(qkv.reshape(num_rows, -1, head_dim), layer)
-    if meta.max_query_len > 1:
-        raise NotImplementedError(f"{meta.max_query_len} queries a row; takes raw ones singly")
-    if reason := front_refusal(qkv, front):
-        raise NotImplementedError(reason)
     shape = tile_shape(layer, meta, group)
     tuning = fitting(tuning, head_dim)
-    work = decode_work(meta, shape.page_size, spec.window, tuning.chunk, tuning.merged)
+    work = decode_work(meta, shape.page_size, spec.window, tuning.chunk)
     arguments = [work.items, work.live, meta.block_tables, qkv, layer.k, layer.v]
     arguments += [front.cos, front.sin]
     if front.q_norm is not None and front.k_norm is not None:
@@ -50,3 +46,17 @@ def decode_raw_mosaic(
     parts, lse, k, v = run_traced(traced, tuple(arguments), spec, tuning, shape)
     out = combine(parts, lse, work, sinks, shape).astype(qkv.dtype)
     return out.reshape(num_rows, num_kv_heads * group, head_dim), LayerCache(k, v)
+
+
+def refuse_raw(
+    qkv: Float[Array, "T K G_plus_2 D"], front: Front, layer: LayerCache, meta: AttentionMeta
+) -> None:
+    """Raises NotImplementedError as `refuse_inputs` and `front_refusal` say, and for more queries.
+
+    Of a row the kernel takes one.
+    """
+    refuse_inputs(qkv.reshape(qkv.shape[0], -1, qkv.shape[3]), layer)
+    if meta.max_query_len > 1:
+        raise NotImplementedError(f"{meta.max_query_len} queries a row; takes raw ones singly")
+    if reason := front_refusal(qkv, front):
+        raise NotImplementedError(reason)

@@ -2,7 +2,7 @@
 
 Chunk borders are multiples of the chunk's size and chunks are added in order, so a row's result is
 the same whatever batch and bucket it is in. Which of them is the last follows from the row's length
-alone: with `merged` chunks it takes up to half a chunk more rather than leave a short one behind.
+alone: it takes up to half a chunk more rather than leave a short one behind.
 """
 
 import math
@@ -72,14 +72,12 @@ class Work(NamedTuple):
     end_chunk: Int32[Array, " S"]
 
 
-def count_chunks(tokens: int, chunk: int, merged: bool = False) -> int:
+def count_chunks(tokens: int, chunk: int) -> int:
     """Chunks of a context of so many tokens."""
-    return max(tokens - 1 - (chunk // 2 if merged else 0), 0) // chunk + 1
+    return max(tokens - 1 - chunk // 2, 0) // chunk + 1
 
 
-def decode_work(
-    meta: AttentionMeta, page_size: int, window: int | None, chunk: int, merged: bool = False
-) -> Work:
+def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: int) -> Work:
     """The work list of a step. Equal for all layers of equal window, so XLA computes it once.
 
     Order: last chunks that exceed a whole one, whole chunks, the other last chunks by size; what is
@@ -93,14 +91,14 @@ def decode_work(
     if window is not None:
         lowest = jnp.maximum(first_query - window + 1, 0)
     live = kv_lens > 0
-    final = jnp.maximum(kv_lens - 1 - (chunk // 2 if merged else 0), 0) // chunk
+    final = jnp.maximum(kv_lens - 1 - chunk // 2, 0) // chunk
     first_chunk = jnp.minimum(lowest // chunk, final)
     last_chunk = jnp.where(live, final, first_chunk)
     size = jnp.where(live, kv_lens - last_chunk * chunk, 0)
     by_size = _longest_first(size)
     long = jnp.sum(size > chunk, dtype=jnp.int32)
 
-    max_chunks = count_chunks(num_pages * page_size, chunk, merged)
+    max_chunks = count_chunks(num_pages * page_size, chunk)
     index = jnp.arange(num_rows * max_chunks, dtype=jnp.int32)
     counts = last_chunk - first_chunk
     ends = jnp.cumsum(counts)

@@ -5,9 +5,9 @@
     python bench/decode_step_bench.py --rows=1,64
 
 For each number of rows the separate path (XLA's fusions and scatters around the decode kernel) and
-the kernel that takes raw projections, each with chunks as they are, with merged ones, and with
-merged chunks of half the length. One JSON line a measurement, in us a layer. Programs are those of
-`attention_bench.py`: many steps of 16 layers, each layer's cache updated in place.
+the kernel that takes raw projections, each with chunks as they are and of half the length. One JSON
+line a measurement, in us a layer. Programs are those of `attention_bench.py`: many steps of 16
+layers, each layer's cache updated in place.
 """
 
 import json
@@ -101,8 +101,7 @@ def variants(head_dim: int) -> dict[str, Layer]:
     default = default_tuning(head_dim)
     tunings = {
         "": default,
-        "_merged": replace(default, merged=True),
-        "_merged_half": replace(default, merged=True, chunk=default.chunk // 2),
+        "_half": replace(default, chunk=default.chunk // 2),
     }
     return {
         name + suffix: partial(path, tuning=tuning)

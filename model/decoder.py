@@ -226,8 +226,8 @@ def _attention(
     group, eps, offset = config.group_size, config.norm_eps, config.norm_offset
     layer, rope = cache.layers[index], tables[config.layers[index].rope]
     spec = config.attention_spec(index, None if mesh is None else TENSOR)
-    if takes_raw(impl, meta):
-        front = Front(*rope, weights.get("q_norm"), weights.get("k_norm"), eps, offset)
+    front = Front(*rope, weights.get("q_norm"), weights.get("k_norm"), eps, offset)
+    if takes_raw(impl, qkv, front, layer, meta):
         with jax.named_scope("attend"):
             mixed, layer = attend_raw(qkv, front, layer, meta, spec, mesh=mesh)
         return mixed.reshape(-1, config.num_kv_heads, group, config.head_dim), layer

@@ -8,6 +8,9 @@ HALVED_FROM, QUARTERED = 256, (512, 1024)
 """Powers of 2 from which a class lies between each and the next, and those where three do."""
 
 
+FEWEST_DECODE_ROWS = 8
+"""Smallest class of decode rows on a GPU: a step of fewer takes as long."""
+
 LEAST_COST = 256
 """Tokens that a step costs at the least: reading the weights takes as long as computing so many."""
 
@@ -101,7 +104,7 @@ def make_buckets(
     tokens = classes(min(32, max_batch_tokens), max_batch_tokens)
     pages = _classes(128, max_pages, 8)
     return Buckets(
-        decode_rows=classes(1, max_num_seqs),
+        decode_rows=classes(FEWEST_DECODE_ROWS if fine else 1, max_num_seqs),
         mixed_tokens=tuple(sorted({*tokens, *_quarters(tokens, fine=fine)})),
         pages=tuple(a for a, b in pairwise(pages) if 4 * a <= 3 * b) + pages[-1:],
         max_num_seqs=max_num_seqs,

@@ -196,10 +196,10 @@ def test_prefill_steps_write_by_the_kernel_and_decode_steps_scatter():
         assert text.count("mosaic_gpu_v2") == kernels
 
 
-def _chunks(lowest: int, length: int, chunk: int, merged: bool) -> set[tuple[int, int, int]]:
+def _chunks(lowest: int, length: int, chunk: int) -> set[tuple[int, int, int]]:
     """Index, first key and end of each chunk of a row, by walking its positions."""
     borders = list(range(0, length + chunk, chunk))
-    if merged and len(borders) > 2 and length - borders[-2] <= chunk // 2:
+    if len(borders) > 2 and length - borders[-2] <= chunk // 2:
         borders.pop(-2)
     return {
         (index, max(start, lowest // 64 * 64), min(end, length))
@@ -208,22 +208,21 @@ def _chunks(lowest: int, length: int, chunk: int, merged: bool) -> set[tuple[int
     }
 
 
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("window", [None, 600, 100])
-def test_work_covers_each_chunk_once_with_the_longest_first(window: int | None, merged: bool):
+def test_work_covers_each_chunk_once_with_the_longest_first(window: int | None):
     lengths = (1300, 512, 70, 513, 1, 256, 257, 3000, 768, 769)
     case = Case("work", tuple((1, n) for n in lengths), page=64, pad_rows=2, window=window)
-    work = decode_work(build(case).meta, case.page, window, 512, merged)
+    work = decode_work(build(case).meta, case.page, window, 512)
     count = int(work.live[0])
     items = work.items[:count].tolist()
     expected = {
         (row, index, begin, -(-(end - begin) // 64))
         for row, length in enumerate(lengths)
-        for index, begin, end in _chunks(max(0, length - (window or length)), length, 512, merged)
+        for index, begin, end in _chunks(max(0, length - (window or length)), length, 512)
     }
     assert len(items) == len(expected) == count
     assert {tuple(item[:4]) for item in items} == expected
-    assert max(part for _, part, *_ in items) < count_chunks(3000, 512, merged)
+    assert max(part for _, part, *_ in items) < count_chunks(3000, 512)
     assert np.asarray(work.end_chunk - work.first_chunk).tolist()[len(lengths) :] == [0, 0]
     if window is None:
         steps = [item[3] for item in items]

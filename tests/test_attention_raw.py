@@ -110,15 +110,14 @@ def test_raw_decode_interpreted_with_race_detection(case: Case):
     _assert_written(layer, expected.layer, case)
 
 
-def test_raw_decode_has_the_bits_of_the_separate_path_with_merged_chunks():
-    case = Case("merged", ((1, 192), (1, 193), (1, 330)), page=64, **_BF16)
+def test_raw_decode_has_the_bits_of_the_separate_path():
+    case = Case("long_last_chunks", ((1, 192), (1, 193), (1, 330)), page=64, **_BF16)
     problem, qkv, front = _raw(case)
     expected = _one_by_one(problem, qkv, front)
-    tuning = replace(_SMALL, merged=True)
     with interpreter():
-        run = jax.jit(partial(decode_raw_mosaic, spec=problem.spec, tuning=tuning))
+        run = jax.jit(partial(decode_raw_mosaic, spec=problem.spec, tuning=_SMALL))
         out, layer = run(qkv, front, problem.layer, problem.meta)
-        separate = jax.jit(partial(decode_mosaic, spec=problem.spec, tuning=tuning))
+        separate = jax.jit(partial(decode_mosaic, spec=problem.spec, tuning=_SMALL))
         wanted = separate(expected.q, expected.layer, expected.meta)
     assert error(wanted, oracle(expected)) <= TOLERANCE[case.dtype]
     np.testing.assert_array_equal(out, wanted)
@@ -185,7 +184,7 @@ def test_a_models_decode_step_from_raw_projections(monkeypatch: pytest.MonkeyPat
     run = lambda impl: family.forward(params, config, tokens, positions, cache, meta, impl)  # noqa: E731
     hidden, written = run("xla")
     with interpreter():
-        raw_hidden, raw_written = jax.jit(partial(run, "mosaic_raw"))()
+        raw_hidden, raw_written = jax.jit(partial(run, "mosaic"))()
     assert error(raw_hidden, np.asarray(hidden.astype(jnp.float32))) <= TOLERANCE["bfloat16"]
     for pages, wanted in zip(jax.tree.leaves(raw_written), jax.tree.leaves(written)):
         assert error(pages, np.asarray(wanted.astype(jnp.float32))) <= TOLERANCE["bfloat16"]
@@ -212,7 +211,7 @@ def test_a_models_raw_decode_step_has_one_kernel_a_layer_and_no_scatter():
     positions, cache, meta = _decode_inputs(config, 4, 5)
 
     def step(cache: KVCache, params: dict, meta: AttentionMeta) -> tuple:
-        return family.forward(params, config, positions, positions, cache, meta, "mosaic_raw")
+        return family.forward(params, config, positions, positions, cache, meta, "mosaic")
 
     with use_abstract_mesh(H200):
         traced = jax.jit(step, donate_argnums=0).trace(cache, params, meta)
@@ -244,14 +243,12 @@ def test_a_partial_rope_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
-def test_raw_decode_on_the_gpu(case: Case, merged: bool):
-    tuning = replace(mosaic_decode.default_tuning(case.head_dim), merged=merged)
+def test_raw_decode_on_the_gpu(case: Case):
     for seed in (1, 2):
         problem, qkv, front = _raw(case, seed)
         expected = _one_by_one(problem, qkv, front)
-        run = jax.jit(partial(decode_raw_mosaic, spec=problem.spec, tuning=tuning))
+        run = jax.jit(partial(decode_raw_mosaic, spec=problem.spec))
         out, layer = run(qkv, front, problem.layer, problem.meta, sinks=problem.sinks)
         assert error(out, oracle(replace(expected, layer=layer))) <= TOLERANCE[case.dtype]
         _assert_written(layer, expected.layer, case)
