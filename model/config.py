@@ -136,11 +136,11 @@ class ModelConfig:
         """Query heads of each KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def attention_spec(self, layer: int, mesh_axis: str | None = None) -> AttentionSpec:
-        """The attention of one layer; mesh_axis shards its KV heads."""
+    def attention_spec(self, layer: LayerConfig, mesh_axis: str | None = None) -> AttentionSpec:
+        """The attention of such a layer; mesh_axis shards its KV heads."""
         return AttentionSpec(
             scale=self.attention_scale,
-            window=self.layers[layer].window,
+            window=layer.window,
             soft_cap=self.attention_soft_cap,
             mesh_axis=mesh_axis,
         )

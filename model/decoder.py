@@ -9,10 +9,15 @@ Parameters of a layer (optional ones as the config says), K KV heads of G query 
 
 and of the model: embed [V, E], layers (a tuple), final_norm [E], head [E, V] unless tied. One
 product computes q, k and v, one gate and up: narrow products are what keeps a decode step from
-the speed of memory. Layers are unrolled: a scan over stacked weights copies each of them out.
+the speed of memory. Layers are unrolled: a scan over stacked weights copies each of them out. Those
+alike are calls of one inner `jit`, so that a program traces and lowers them once. XLA inlines the
+calls: the executable is what it would be without.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +28,7 @@ from octavo.attention.api import attend, attend_raw, takes_raw, write
 from octavo.attention.contract import AttentionMeta
 from octavo.attention.front import Front
 from octavo.cache.layout import KVCache, LayerCache
-from octavo.model.config import ModelConfig, RopeConfig
+from octavo.model.config import LayerConfig, ModelConfig, RopeConfig
 from octavo.model.decode_block import MAX_ROWS, between_attentions, pad_rows
 from octavo.model.layer import Params, mlp, out_projection, qkv_projection
 from octavo.model.layers import contract, fan_in_scale, rms_norm, soft_cap
@@ -32,7 +37,8 @@ from octavo.model.params import ParamSpec
 from octavo.model.rope import apply_rope, rope_tables
 from octavo.model.sharding import TENSOR
 
-Tables = dict[RopeConfig, tuple[Array, Array]]
+Rope = tuple[Float[Array, "T R"], Float[Array, "T R"]]
+Tables = dict[RopeConfig, Rope]
 
 
 class Attended(NamedTuple):
@@ -141,23 +147,24 @@ def attend_through(
     of the last layer for all of them a long prompt of a model of 32 layers is 2 % less work.
     """
     x, tables = _begin(params, config, tokens, positions)
+    before = _of_each_kind(_through_attention, config, impl, mesh)
+    after = _once(_after_attention, config)
     layers: list[LayerCache] = []
     last = len(config.layers) - 1
-    for index, weights in enumerate(params["layers"]):
+    for index, (kind, weights) in enumerate(zip(config.layers, params["layers"])):
         with jax.named_scope(f"layer_{index}"):
-            qkv = qkv_projection(weights, config, x)
-            mixed, layer = _attention(weights, config, index, qkv, tables, cache, meta, impl, mesh)
+            mixed, layer = before[kind](weights, x, tables[kind.rope], cache.layers[index], meta)
             layers.append(layer)
             if index == last:
                 return Attended(x, mixed), KVCache(tuple(layers))
-            x = _after_attention(weights, config, x, mixed)
+            x = after(weights, x, mixed)
     raise ValueError("a model without layers")
 
 
 def finish(params: Params, config: ModelConfig, attended: Attended) -> Float[Array, "T E"]:
     """Hidden states after the final norm, of any of the tokens of `attend_through`."""
     with jax.named_scope(f"layer_{len(config.layers) - 1}"):
-        x = _after_attention(params["layers"][-1], config, *attended)
+        x = _after_attention(config, params["layers"][-1], *attended)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
 
@@ -177,12 +184,6 @@ def _begin(
         return x, {rope: rope_tables(rope, config.head_dim, positions) for rope in ropes}
 
 
-def _after_attention(
-    weights: Params, config: ModelConfig, x: Float[Array, "T E"], mixed: Float[Array, "T K G D"]
-) -> Float[Array, "T E"]:
-    return mlp(weights, config, out_projection(weights, config, x, mixed))
-
-
 def _layers_by_kernel(
     params: Params,
     config: ModelConfig,
@@ -193,39 +194,100 @@ def _layers_by_kernel(
     impl: str,
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """`forward` from the embeddings on, with what lies between attentions in one kernel each."""
+    run = _of_each_kind(_layer_by_kernel, config, impl, None)
     layers: list[LayerCache] = []
     carried = qkv_projection(params["layers"][0], config, x)
     x, arrivals = pad_rows(x), no_arrivals()
-    for index, weights in enumerate(params["layers"]):
+    for index, (kind, weights) in enumerate(zip(config.layers, params["layers"])):
+        norms = (*params["layers"], None)[index + 1], params["final_norm"]
+        attended = tables[kind.rope], cache.layers[index], meta
         with jax.named_scope(f"layer_{index}"):
-            mixed, layer = _attention(
-                weights, config, index, carried, tables, cache, meta, impl, None
+            (x, carried, arrivals), layer = run[kind](
+                weights, *norms, x, carried, arrivals, *attended
             )
-            following = (*params["layers"], None)[index + 1]
-            with jax.named_scope("block"):
-                x, carried, arrivals = between_attentions(
-                    weights, following, params["final_norm"], config, x, mixed, arrivals
-                )
         layers.append(layer)
     return carried, KVCache(tuple(layers))
 
 
+@dataclass(frozen=True)
+class _Static:
+    """What a layer's attention depends on beside arrays."""
+
+    config: ModelConfig
+    layer: LayerConfig
+    impl: str
+    mesh: Mesh | None
+
+
+def _once(function: Callable[..., Any], static: Any) -> Callable[..., Any]:
+    """function(static, *arrays), traced at its first call only.
+
+    Made anew by each trace of a model: nothing is remembered beyond it.
+    """
+    return jax.jit(partial(function, static))
+
+
+def _of_each_kind(
+    function: Callable[..., Any], config: ModelConfig, impl: str, mesh: Mesh | None
+) -> dict[LayerConfig, Callable[..., Any]]:
+    """`_once` for each kind of layer that the model has."""
+    kinds = dict.fromkeys(config.layers)
+    return {kind: _once(function, _Static(config, kind, impl, mesh)) for kind in kinds}
+
+
+def _through_attention(
+    static: _Static,
+    weights: Params,
+    x: Float[Array, "T E"],
+    rope: Rope,
+    layer: LayerCache,
+    meta: AttentionMeta,
+) -> tuple[Float[Array, "T K G D"], LayerCache]:
+    """A layer up to what its attention mixes, and its cache with the new keys."""
+    qkv = qkv_projection(weights, static.config, x)
+    return _attention(static, weights, qkv, rope, layer, meta)
+
+
+def _after_attention(
+    config: ModelConfig, weights: Params, x: Float[Array, "T E"], mixed: Float[Array, "T K G D"]
+) -> Float[Array, "T E"]:
+    return mlp(weights, config, out_projection(weights, config, x, mixed))
+
+
+def _layer_by_kernel(
+    static: _Static,
+    weights: Params,
+    following: Params | None,
+    final_norm: Float[Array, " E"],
+    x: Float[Array, "R E"],
+    qkv: Float[Array, "T K G_plus_2 D"],
+    arrivals: Int32[Array, " barriers"],
+    rope: Rope,
+    layer: LayerCache,
+    meta: AttentionMeta,
+) -> tuple[tuple[Array, Array, Array], LayerCache]:
+    """From a layer's attention to the next: what `between_attentions` returns, and the cache."""
+    mixed, layer = _attention(static, weights, qkv, rope, layer, meta)
+    with jax.named_scope("block"):
+        carried = between_attentions(
+            weights, following, final_norm, static.config, x, mixed, arrivals
+        )
+    return carried, layer
+
+
 @jax.named_scope("attention")
 def _attention(
+    static: _Static,
     weights: Params,
-    config: ModelConfig,
-    index: int,
     qkv: Float[Array, "T K G_plus_2 D"],
-    tables: Tables,
-    cache: KVCache,
+    rope: Rope,
+    layer: LayerCache,
     meta: AttentionMeta,
-    impl: str,
-    mesh: Mesh | None,
 ) -> tuple[Float[Array, "T K G D"], LayerCache]:
     """What attention mixes for each query head, and the layer's cache with the new keys."""
+    config, impl, mesh = static.config, static.impl, static.mesh
     group, eps, offset = config.group_size, config.norm_eps, config.norm_offset
-    layer, rope = cache.layers[index], tables[config.layers[index].rope]
-    spec = config.attention_spec(index, None if mesh is None else TENSOR)
+    spec = config.attention_spec(static.layer, None if mesh is None else TENSOR)
     front = Front(*rope, weights.get("q_norm"), weights.get("k_norm"), eps, offset)
     if takes_raw(impl, qkv, front, layer, meta):
         with jax.named_scope("attend"):

@@ -125,7 +125,7 @@ def test_tensor_parallel_moves_activations_only():
     family = family_of(config)
     specs = family.abstract_params(config)
     params = shape_dtypes(specs, sharding_tree(specs, mesh))
-    text = compile_decode(config, params, mesh).as_text()
+    text = lower_decode(config, params, mesh).compile().as_text()
     assert "all-reduce" in text
     moved = re.findall(r"= f32\[([\d,]+)\]\S* all-(?:gather|to-all)\(", text)
     sizes = [math.prod(int(size) for size in shape.split(",")) for shape in moved]
@@ -135,14 +135,31 @@ def test_tensor_parallel_moves_activations_only():
 def test_decode_step_copies_no_weight_and_updates_the_cache_in_place():
     config = config_of("llama_untied")
     specs = family_of(config).abstract_params(config)
-    compiled = compile_decode(config, shape_dtypes(specs), None)
-    memory = compiled.memory_analysis()
+    memory = lower_decode(config, shape_dtypes(specs), None).compile().memory_analysis()
     layout = config.cache_layout(65, 16)
     assert memory.alias_size_in_bytes == layout.page_bytes * layout.num_pages
     assert memory.temp_size_in_bytes < param_bytes(specs) / 4
 
 
-def compile_decode(config, params, mesh):
+@pytest.mark.parametrize("name", ["llama_untied", "gemma3_text"])
+def test_layers_alike_are_lowered_once(name):
+    """What a program costs to trace and lower grows with the kinds of its layers only."""
+    config = config_of(name)
+    kinds = set(config.layers)
+    specs = family_of(config).abstract_params(config)
+    text = lower_decode(config, shape_dtypes(specs), None).as_text()
+    count = len(config.layers)
+    for name, functions, calls in (
+        ("_through_attention", len(kinds), count),
+        ("_after_attention", 1, count - 1),
+    ):
+        assert len(re.findall(rf"func private @{name}\w*\(", text)) == functions
+        assert len(re.findall(rf"call @{name}\w*\(", text)) == calls > functions
+    # Products: qkv's and two of attention; three after it, which the last layer has to itself.
+    assert text.count("dot_general") == 3 * len(kinds) + 2 * 3 + 1
+
+
+def lower_decode(config, params, mesh):
     family, layout = family_of(config), config.cache_layout(65, 16)
     cache = jax.eval_shape(lambda: init_cache(layout))
     if mesh is not None:
@@ -159,7 +176,7 @@ def compile_decode(config, params, mesh):
         hidden, cache = family.forward(params, config, tokens, positions, cache, meta, mesh=mesh)
         return family.unembed(params, config, hidden), cache
 
-    return jax.jit(step, donate_argnums=3).lower(params, ids, ids, cache, meta).compile()
+    return jax.jit(step, donate_argnums=3).lower(params, ids, ids, cache, meta)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -32,6 +32,8 @@ EXTERNAL = {
 }
 HOST_FOLDERS = {"serve", "bench"}
 HOST_ONLY = {"os", "io", "time", "threading", "logging", "absl"}
+INNER_JITS = {"model/decoder.py": 1}
+"""Device code's own uses of jax.jit: layers alike, which a program traces and lowers once."""
 JAX_IN_SERVE = {"step", "compile", "programs", "runner", "engine", "inflight", "devices", "launch"}
 NO_JAX = ["cache.blocks", "cache.prefix", "sampling.params", "sampling.pack", "sampling.flags"]
 JAX_FREE_PROCESS = [
@@ -101,9 +103,15 @@ def test_imports(path):
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_device_code_does_not_jit(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            assert (node.value.id, node.attr) != ("jax", "jit"), f"{path}:{node.lineno}"
+    found = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) == ("jax", "jit")
+    ]
+    allowed = INNER_JITS.get(str(path.relative_to(ROOT)), 0)
+    assert len(found) == allowed, f"{path}: jax.jit in lines {found}, {allowed} allowed"
 
 
 def test_package_init_files_are_empty():
