@@ -156,6 +156,7 @@ class EngineBench:
             what="programs",
             compiled=stats.compiled,
             loaded=stats.loaded,
+            lower_seconds=rounded(stats.lower_seconds, 1),
             compile_seconds=rounded(stats.compile_seconds, 1),
             load_seconds=rounded(stats.load_seconds, 1),
         )

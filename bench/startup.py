@@ -12,7 +12,9 @@ sizes     temporaries measured, cache allocated
 programs  with --warmup=all, every program compiled or loaded
 first     first token of a --prompt token prompt
 
-All but the first and the last are the engine's own timeline, which `octavo serve` logs too.
+All but the first and the last are the engine's own timeline, which `octavo serve` logs too. Beside
+it stand sums over programs: lower_s (traced and lowered, one after the other), compile_s and load_s
+(in parallel threads).
 """
 
 import json
@@ -131,6 +133,7 @@ def main() -> None:
     while engine.has_work():
         engine.step()
     stats = engine.runner.programs.stats
+    ends |= {"lower_s": rounded(stats.lower_seconds) or 0.0}
     ends |= {"compile_s": rounded(stats.compile_seconds) or 0.0}
     ends |= {"load_s": rounded(stats.load_seconds) or 0.0}
     print(json.dumps({**ends, "compiled": stats.compiled, "loaded": stats.loaded}))

@@ -5,9 +5,10 @@ import json
 import logging
 import pickle
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Event
+from threading import Barrier, Event
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,32 @@ def double(made):
     out = made.get(KEY)(jnp.array([1, 2, 3], jnp.int32))
     assert np.asarray(out).tolist() == [2, 4, 6]
     return made.stats
+
+
+class SlowProgram:
+    """Says when two are lowered at once; none ends its compile before two of them are in it."""
+
+    def __init__(self):
+        self.lowering, self.together, self.compiling = 0, 0, Barrier(2)
+
+    def lower(self):
+        self.lowering += 1
+        time.sleep(0.02)
+        self.together = max(self.together, self.lowering)
+        self.lowering -= 1
+        return self
+
+    def compile(self):
+        self.compiling.wait(60)
+        return object()
+
+
+def test_programs_are_lowered_one_after_the_other_and_compiled_in_parallel():
+    slow = SlowProgram()
+    made = Programs(lambda key: Lowerable(slow, ()), devices=jax.devices()[:1])
+    made.warm([ProgramKey("double", size=size) for size in range(6)], workers=2)
+    assert (slow.together, made.stats.compiled) == (1, 6)
+    assert made.stats.lower_seconds >= 6 * 0.02
 
 
 def file_of(store, name=KEY.name):
