@@ -17,6 +17,7 @@ HELP = """[NAME ...] [--flags] [-- flags of the script]
   prefill     of these the three prefills of 8k tokens and less
   step        norm, rope, write and attention of a decode step, apart and in one kernel
   block       what lies between two attentions against one read of the weights, and XLA's graph
+  matmul      products of many rows against what tensor cores and memory give, and XLA's graph
   sampling    sampling programs against one read of the logits
 
   --sweep     attention, prefill, block: other tunings too
@@ -38,9 +39,10 @@ KERNELS = {
     "prefill": Script("attention_bench", (PREFILLS,), sweeps=True),
     "step": Script("decode_step_bench"),
     "block": Script("block_bench", sweeps=True),
+    "matmul": Script("matmul_bench"),
     "sampling": Script("sampling_bench"),
 }
-DEFAULT = ("check", "attention", "step", "block", "sampling")
+DEFAULT = ("check", "attention", "step", "block", "matmul", "sampling")
 
 
 def define(values: flags.FlagValues) -> None:

@@ -143,12 +143,28 @@ def block() -> Iterator[Outcome]:
         yield compared(f"{rows} rows", kernel, graph, first, second, norm, x, mixed)
 
 
+def products() -> Iterator[Outcome]:
+    """Products of many rows, whole tiles and not."""
+    from octavo.bench.matmul_bench import case_of, draw, graph
+    from octavo.model.mosaic_matmul import matmul
+
+    def kernel(x: Any, weight: Any, residual: Any) -> Any:
+        there = residual if residual.size else None
+        return matmul(x, weight.reshape(len(weight), -1), there, gated=weight.ndim == 3)
+
+    for name in ("gate_up", "down", "out", "qkv"):
+        for rows in (256, 1100):
+            (x, *_), (weight, *_), residual = draw(case_of(name, rows))
+            yield compared(f"{name}, {rows} rows", kernel, graph, x, weight, residual)
+
+
 KERNELS: dict[str, Callable[[], Iterator[Outcome]]] = {
     "decode": partial(attention, "decode"),
     "prefill": partial(attention, "prefill"),
     "write": writing,
     "raw": raw,
     "block": block,
+    "matmul": products,
 }
 
 

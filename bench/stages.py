@@ -77,6 +77,7 @@ STAGES = (
     Stage("block", ("kernel", "block"), 180, limit=300, kernel="block"),
     Stage("step", ("kernel", "step"), 180, limit=300, kernel="raw"),
     Stage("prefill", ("kernel", "prefill"), 120, limit=240, kernel="prefill"),
+    Stage("matmul", ("kernel", "matmul"), 120, limit=240, kernel="matmul"),
     Stage("decode", ("decode", "prefill", "trace", "trace_prefill", f"--model={SHAPE_8B}"), 400),
     Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20"), 100),
     Stage("throughput", (*MIX, f"--model={SHAPE_8B}"), 320),

@@ -116,18 +116,22 @@ def forward(
     impl: str = "auto",
     mesh: Mesh | None = None,
     block: str = "xla",
+    matmul: str = "xla",
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it.
 
     `meta` says which row each token belongs to; positions are absolute within the row. A mesh
     makes attention run per device over its KV heads; the rest follows the weights' shardings.
     `block="mosaic"` does in decode steps of few rows by one kernel a layer what lies between two
-    attentions, for models that `block_refusal` doesn't refuse.
+    attentions, for models that `block_refusal` doesn't refuse; `matmul="mosaic"` in steps of many
+    rows the products that gain by it (`products`), where `matmul_refusal` doesn't refuse.
     """
     if block == "mosaic" and meta.max_query_len == 1 and len(tokens) <= MAX_ROWS:
         x, tables = _begin(params, config, tokens, positions)
         return _layers_by_kernel(params, config, x, tables, cache, meta, impl)
-    attended, cache = attend_through(params, config, tokens, positions, cache, meta, impl, mesh)
+    attended, cache = attend_through(
+        params, config, tokens, positions, cache, meta, impl, mesh, matmul
+    )
     return finish(params, config, attended), cache
 
 
@@ -140,6 +144,7 @@ def attend_through(
     meta: AttentionMeta,
     impl: str = "auto",
     mesh: Mesh | None = None,
+    matmul: str = "xla",
 ) -> tuple[Attended, KVCache]:
     """`forward` up to what the last layer's attention mixes, for `finish` of the tokens wanted.
 
@@ -147,8 +152,8 @@ def attend_through(
     of the last layer for all of them a long prompt of a model of 32 layers is 2 % less work.
     """
     x, tables = _begin(params, config, tokens, positions)
-    before = _of_each_kind(_through_attention, config, impl, mesh)
-    after = _once(_after_attention, config)
+    before = _of_each_kind(_through_attention, config, impl, mesh, matmul)
+    after = _once(_after_attention, config, matmul)
     layers: list[LayerCache] = []
     last = len(config.layers) - 1
     for index, (kind, weights) in enumerate(zip(config.layers, params["layers"])):
@@ -162,9 +167,12 @@ def attend_through(
 
 
 def finish(params: Params, config: ModelConfig, attended: Attended) -> Float[Array, "T E"]:
-    """Hidden states after the final norm, of any of the tokens of `attend_through`."""
+    """Hidden states after the final norm, of any of the tokens of `attend_through`.
+
+    By XLA's products: for one layer no program is worth the compile of two kernels more.
+    """
     with jax.named_scope(f"layer_{len(config.layers) - 1}"):
-        x = _after_attention(config, params["layers"][-1], *attended)
+        x = _after_attention(config, "xla", params["layers"][-1], *attended)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
 
@@ -211,28 +219,33 @@ def _layers_by_kernel(
 
 @dataclass(frozen=True)
 class _Static:
-    """What a layer's attention depends on beside arrays."""
+    """What a layer up to its attention depends on beside arrays."""
 
     config: ModelConfig
     layer: LayerConfig
     impl: str
     mesh: Mesh | None
+    matmul: str
 
 
-def _once(function: Callable[..., Any], static: Any) -> Callable[..., Any]:
-    """function(static, *arrays), traced at its first call only.
+def _once(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+    """function(*static, *arrays), traced at its first call only.
 
     Made anew by each trace of a model: nothing is remembered beyond it.
     """
-    return jax.jit(partial(function, static))
+    return jax.jit(partial(function, *static))
 
 
 def _of_each_kind(
-    function: Callable[..., Any], config: ModelConfig, impl: str, mesh: Mesh | None
+    function: Callable[..., Any],
+    config: ModelConfig,
+    impl: str,
+    mesh: Mesh | None,
+    matmul: str = "xla",
 ) -> dict[LayerConfig, Callable[..., Any]]:
     """`_once` for each kind of layer that the model has."""
     kinds = dict.fromkeys(config.layers)
-    return {kind: _once(function, _Static(config, kind, impl, mesh)) for kind in kinds}
+    return {kind: _once(function, _Static(config, kind, impl, mesh, matmul)) for kind in kinds}
 
 
 def _through_attention(
@@ -244,14 +257,18 @@ def _through_attention(
     meta: AttentionMeta,
 ) -> tuple[Float[Array, "T K G D"], LayerCache]:
     """A layer up to what its attention mixes, and its cache with the new keys."""
-    qkv = qkv_projection(weights, static.config, x)
+    qkv = qkv_projection(weights, static.config, x, static.matmul)
     return _attention(static, weights, qkv, rope, layer, meta)
 
 
 def _after_attention(
-    config: ModelConfig, weights: Params, x: Float[Array, "T E"], mixed: Float[Array, "T K G D"]
+    config: ModelConfig,
+    matmul: str,
+    weights: Params,
+    x: Float[Array, "T E"],
+    mixed: Float[Array, "T K G D"],
 ) -> Float[Array, "T E"]:
-    return mlp(weights, config, out_projection(weights, config, x, mixed))
+    return mlp(weights, config, out_projection(weights, config, x, mixed, matmul), matmul)
 
 
 def _layer_by_kernel(

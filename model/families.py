@@ -29,6 +29,7 @@ class Forward(Protocol):
         impl: str = "auto",
         mesh: Mesh | None = None,
         block: str = "xla",
+        matmul: str = "xla",
     ) -> tuple[Float[Array, "T E"], KVCache]:
         """Hidden states after the final norm, and the updated cache."""
         ...

@@ -70,20 +70,6 @@ def activate(x: Array, kind: str) -> Array:
     raise NotImplementedError(f"activation {kind!r}")
 
 
-def gated_mlp(
-    x: Float[Array, "T E"],
-    gate_up: Float[Array, "E 2 F"],
-    down: Float[Array, "F E"],
-    activation: str,
-    gate_up_bias: Float[Array, "2 F"] | None = None,
-    down_bias: Float[Array, " E"] | None = None,
-) -> Float[Array, "T E"]:
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
-    both = project(x, gate_up, gate_up_bias)
-    gate, up = both[:, 0].astype(jnp.float32), both[:, 1].astype(jnp.float32)
-    return project((activate(gate, activation) * up).astype(x.dtype), down, down_bias)
-
-
 def soft_cap(x: Array, cap: float | None) -> Array:
     """cap * tanh(x / cap), or x where there is no cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -17,6 +17,7 @@ TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic", "none")
 REASONING_PARSERS = ("auto", "think", "none")
 ATTENTION_IMPLS = ("auto", "reference", "xla", "mosaic")
 DECODE_BLOCKS = ("auto", "xla", "mosaic")
+MATMULS = ("auto", "xla", "mosaic")
 PAGE_SIZES = (16, 32, 64, 128)
 POOLINGS = ("last", "mean")
 
@@ -41,6 +42,11 @@ class EngineConfig:
         AUTO,
         "what does all between two attentions in decode steps of up to 128 rows: one of "
         f"{', '.join(DECODE_BLOCKS)}; mosaic: one kernel, not measured yet; auto: xla",
+    )
+    matmul: str = setting(
+        AUTO,
+        f"the layers' products of many rows: one of {', '.join(MATMULS)}; mosaic: a kernel for "
+        "those that it was measured to be quicker at; auto: mosaic where it can, else xla",
     )
     max_model_len: int | str = setting(AUTO, "longest prompt + output; auto: the largest that fits")
     page_size: int | str = setting(
@@ -90,6 +96,7 @@ class EngineConfig:
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "attention", ATTENTION_IMPLS)
         _one_of(self, "decode_block", DECODE_BLOCKS)
+        _one_of(self, "matmul", MATMULS)
         _one_of(self, "warmup", (AUTO, "all", "plain", "common", "lazy"))
         if not self.model:
             raise ValueError("model must name a path, a Hugging Face id or a packaged model")

@@ -23,6 +23,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.decode_block import block_refusal
 from octavo.model.families import family_of
 from octavo.model.params import param_bytes
+from octavo.model.products import matmul_refusal
 from octavo.model.sharding import device_bytes, host_mesh, make_mesh
 from octavo.sampling.pack import MAX_EOS_IDS
 from octavo.sampling.shown import shown
@@ -135,8 +136,8 @@ def assemble(
     if config.max_model_len != AUTO:
         model = _with_max_len(model, int(config.max_model_len))
     page_size = page_size_of(config, on_gpu=gpu)
-    block = _block(config, model, mesh)
-    graph = Graph(family_of(model), model, config.attention, mesh, page_size, block)
+    block, matmul = _block(config, model, mesh), _matmul(config, model, mesh)
+    graph = Graph(family_of(model), model, config.attention, mesh, page_size, block, matmul)
     limits = _limits(config, graph, gpu=gpu, serving=serving)
     settings = _settings(config, limits, gpu=gpu)
     layout = model.cache_layout(limits.num_pages, page_size)
@@ -259,6 +260,14 @@ def _block(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> str:
     return "mosaic"
 
 
+def _matmul(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> str:
+    """What does products of many rows; ValueError if the model can't have what is named."""
+    refusal = matmul_refusal(model, mesh)
+    if config.matmul == "mosaic" and refusal:
+        raise ValueError(f"matmul=mosaic: {refusal}")
+    return "xla" if refusal or config.matmul == "xla" else "mosaic"
+
+
 def _require_attention(builder: ProgramBuilder) -> None:
     """ValueError at start, not at the first request, if the named implementation refuses."""
     name, buckets = builder.graph.attention, builder.settings.buckets
@@ -328,6 +337,7 @@ def _store(config: EngineConfig, graph: Graph, sizes: dict[str, Any]) -> Artefac
         "model": repr(graph.config),
         "attention": graph.attention,
         "block": graph.block,
+        "matmul": graph.matmul,
         "mesh": config.mesh,
         "page_size": graph.page_size,
         **sizes,

@@ -42,6 +42,7 @@ class Graph:
     mesh: Mesh | None
     page_size: int
     block: str
+    matmul: str
 
     def forward(
         self,
@@ -62,6 +63,7 @@ class Graph:
             self.attention,
             self.mesh,
             self.block,
+            self.matmul,
         )
 
     def attend_through(
@@ -73,9 +75,17 @@ class Graph:
         meta: AttentionMeta,
     ) -> tuple[Attended, KVCache]:
         """`forward` but for what follows the last layer's attention (`finish`)."""
-        through = self.family.attend_through
-        config, attention = self.config, self.attention
-        return through(params, config, tokens, positions, cache, meta, attention, self.mesh)
+        return self.family.attend_through(
+            params,
+            self.config,
+            tokens,
+            positions,
+            cache,
+            meta,
+            self.attention,
+            self.mesh,
+            self.matmul,
+        )
 
 
 def unpack(layout: PackLayout, buffer: Int32[Array, " n"]) -> dict[str, Array]:

@@ -172,7 +172,7 @@ def test_benches_of_the_engine_need_no_server_installed():
         (["decode", "serve"], "'serve' is none of"),
         (["context", "decode"], "no arguments"),
         (["startup", "--starts=hot"], "cold or warm"),
-        (["kernel", "matmul"], "'matmul' is none of"),
+        (["kernel", "softmax"], "'softmax' is none of"),
         (["kernel", "sampling", "--sweep"], "sampling has one setting only"),
         (["all", "--only=decode,x"], "'x' is none of"),
     ],

@@ -24,6 +24,7 @@ OTHER = {
     "mesh": "tensor=2",
     "attention": "xla",
     "decode_block": "xla",
+    "matmul": "xla",
     "max_model_len": 77,
     "page_size": 32,
     "num_pages": 50,
