@@ -37,7 +37,7 @@ HELP = """[--flags]
   --budget_minutes=25   ends by then: a stage that would not fit is left for the next run
   --results=bench/results
   --redo                run stages that are done too
-  --attention=auto --decode_block=auto  of every engine"""
+  --attention=auto --decode_block=auto --matmul=auto  of every engine"""
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("results", "bench/results", "folder", flag_values=values)
     flags.DEFINE_string("attention", "auto", "implementation", flag_values=values)
     flags.DEFINE_string("decode_block", "auto", "between attentions", flag_values=values)
+    flags.DEFINE_string("matmul", "auto", "products of many rows", flag_values=values)
 
 
 def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
@@ -119,7 +120,8 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
         print("\n".join(f"{name:<14}{seconds:>4} s  {args}" for name, seconds, args in words))
         return 0
     ending = time.monotonic() + flag["budget_minutes"] * 60 if flag["budget_minutes"] else None
-    engine = tuple(f"--{name}={flag[name]}" for name in ("attention", "decode_block"))
+    names = ("attention", "decode_block", "matmul")
+    engine = tuple(f"--{name}={flag[name]}" for name in names)
     folder, ends = Path(flag["results"]), []
     for stage in STAGES:
         if not only or stage.name in only:

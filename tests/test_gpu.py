@@ -137,6 +137,14 @@ def test_the_kernel_between_attentions_gives_the_graphs_tokens(name, tmp_path):
     assert_same_tokens(model, blocks, max_num_seqs=64)
 
 
+@pytest.mark.parametrize("name", ["llama_untied", "qwen2", "gemma3"])
+def test_products_of_many_rows_give_the_graphs_tokens(name, tmp_path):
+    """As above; prompts in a step of 1,024 tokens (above in steps of 256)."""
+    model = resized(name, 128, tmp_path)
+    settings = [{"matmul": name} for name in IMPLEMENTATIONS]
+    assert_same_tokens(model, settings, max_batch_tokens=1024, max_num_seqs=16)
+
+
 def assert_same_tokens(model, settings, **sizes):
     """The first settings' tokens are the second's as far as those are clear; scores are close."""
     rng = np.random.default_rng(1)
@@ -153,10 +161,9 @@ def assert_same_tokens(model, settings, **sizes):
             dtype="bfloat16",
             page_size=16,
             num_pages=129,
-            max_batch_tokens=256,
             max_model_len=512,
             artefact_dir="",
-            **({"max_num_seqs": 4} | setting | sizes),
+            **({"max_num_seqs": 4, "max_batch_tokens": 256} | setting | sizes),
         )
         outputs.append(llm.generate(prompts, params))
         scores.append(llm.score(prompts[-1]))
