@@ -43,14 +43,14 @@ class Forwarded:
         batch: what was dispatched.
         flags: how it will sample.
         logits: f32[S, V] of each row's last token.
-        packed: the sampling program's input; None if no row samples.
+        packed: the sampling program's input, still in host memory; None if no row samples.
         prompt_report, prompt_top_n, pooled: as in InFlight.
     """
 
     batch: ScheduledBatch
     flags: SamplingFlags
     logits: jax.Array
-    packed: jax.Array | None
+    packed: np.ndarray | None
     prompt_report: jax.Array | None
     prompt_top_n: int
     pooled: jax.Array | None
