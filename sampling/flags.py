@@ -2,11 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 from octavo.sampling.params import MAX_LOGPROBS, SamplingParams
 
 LOGPROB_BUCKETS = (0, 5, MAX_LOGPROBS)
+
+
+RANDOM, FILTERS, PENALTIES, BIAS, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(6))
+"""What a request needs, a bit each. From LOGPROBS on there is one for each of LOGPROB_BUCKETS, set
+where at least so many log-probabilities are wanted: the union of requests is the bitwise or."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +50,13 @@ class SamplingFlags:
         """Whether the program reads a RowState (and, with penalties, must record its tokens)."""
         return self.penalties or self.bias
 
-    @classmethod
-    def for_params(cls, rows: Iterable[SamplingParams], *, grammar: bool = False) -> Self:
+    @staticmethod
+    def for_params(rows: Iterable[SamplingParams], *, grammar: bool = False) -> "SamplingFlags":
         """The leanest program that serves every row; `grammar` if some row has a mask."""
-        rows = tuple(rows)
-        asked = max((-1 if p.logprobs is None else p.logprobs for p in rows), default=-1)
-        return cls(
-            greedy_only=all(p.is_greedy for p in rows),
-            filters=any(p.has_filters for p in rows),
-            penalties=any(p.has_penalties for p in rows),
-            bias=any(p.has_bias for p in rows),
-            min_tokens=any(p.min_tokens > 0 for p in rows),
-            grammar=grammar,
-            logprobs=-1 if asked < 0 else min(n for n in LOGPROB_BUCKETS if n >= asked),
-        )
+        needs = 0
+        for params in rows:
+            needs |= _needs(params)
+        return _flags_for(needs, grammar)
 
     def union(self, other: Self) -> Self:
         """The program that serves the rows of both."""
@@ -70,3 +69,36 @@ class SamplingFlags:
             grammar=self.grammar or other.grammar,
             logprobs=max(self.logprobs, other.logprobs),
         )
+
+
+def _needs(params: SamplingParams) -> int:
+    """The bits of one request, kept on the instance: every step asks for those of all rows."""
+    known = params.__dict__.get("_needs")
+    if known is not None:
+        return known
+    needs = (
+        RANDOM * (not params.is_greedy)
+        | FILTERS * params.has_filters
+        | PENALTIES * params.has_penalties
+        | BIAS * params.has_bias
+        | MIN_TOKENS * (params.min_tokens > 0)
+    )
+    if params.logprobs is not None:
+        below = sum(size < params.logprobs for size in LOGPROB_BUCKETS)
+        needs |= LOGPROBS * ((2 << below) - 1)
+    params.__dict__["_needs"] = needs
+    return needs
+
+
+@cache
+def _flags_for(needs: int, grammar: bool) -> SamplingFlags:
+    buckets = (needs // LOGPROBS).bit_length()
+    return SamplingFlags(
+        greedy_only=not needs & RANDOM,
+        filters=bool(needs & FILTERS),
+        penalties=bool(needs & PENALTIES),
+        bias=bool(needs & BIAS),
+        min_tokens=bool(needs & MIN_TOKENS),
+        grammar=grammar,
+        logprobs=(-1, *LOGPROB_BUCKETS)[buckets],
+    )

@@ -4,7 +4,7 @@ Each program has a layout (names, shapes, kinds of its packed input) and a funct
 A token that only the device knows travels as -1 - slot: the step reads it from `last_tokens[slot]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -83,33 +83,28 @@ def pack_forward(batch: ScheduledBatch, bucket: Bucket, page_size: int) -> np.nd
 
 
 def _pack_rows(rows: Sequence[Row], bucket: Bucket, page_size: int) -> np.ndarray:
+    buffer, x = forward_layout(bucket).blank()
+    count = len(rows)
     lens = np.array([row.query_len for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
     ends = np.cumsum(lens, dtype=np.int32)
     total = int(ends[-1])
-    tables = _block_tables(rows, bucket)
+    tables = x["block_tables"]
+    _fill_tables(tables, rows)
+    _fill_tokens(x["tokens"], rows)
 
-    row_of = np.repeat(np.arange(len(rows)), lens)
-    positions = np.zeros(bucket.tokens, np.int32)
-    positions[:total] = np.arange(total, dtype=np.int32) + (starts - (ends - lens))[row_of]
-    slots = np.arange(bucket.tokens, dtype=np.int32) % page_size
-    live = positions[:total]
-    slots[:total] = tables[row_of, live // page_size] * page_size + live % page_size
+    row_of = np.repeat(np.arange(count), lens)
+    live = np.arange(total, dtype=np.int32) + (starts - (ends - lens))[row_of]
+    x["positions"][:total] = live
+    x["slots"][:total] = tables[row_of, live // page_size] * page_size + live % page_size
+    x["slots"][total:] = np.arange(total, bucket.tokens) % page_size
 
-    query_starts = np.full(bucket.rows + 1, total, np.int32)
-    query_starts[0] = 0
-    query_starts[1 : len(rows) + 1] = ends
-    arrays = {
-        "tokens": _tokens(rows, bucket.tokens),
-        "positions": positions,
-        "slots": slots,
-        "block_tables": tables,
-        "kv_lens": _padded(starts + lens, bucket.rows),
-        "query_starts": query_starts,
-        "last": _padded(ends - 1, bucket.rows),
-        "num_rows": np.array(len(rows), np.int32),
-    }
-    return forward_layout(bucket).pack(arrays)
+    x["query_starts"][1 : count + 1] = ends
+    x["query_starts"][count + 1 :] = total
+    x["kv_lens"][:count] = starts + lens
+    x["last"][:count] = ends - 1
+    x["num_rows"][...] = count
+    return buffer
 
 
 def pack_chunk(
@@ -122,21 +117,22 @@ def pack_chunk(
 
 def pack_sample(rows: Sequence[ScheduledRow], size: int) -> np.ndarray:
     """Fill `sample_layout(size)` for rows that may sample."""
-    return sample_layout(size).pack(_sample_arrays(rows, size))
+    buffer, x = sample_layout(size).blank()
+    _fill_sampling(x, rows)
+    return buffer
 
 
 def pack_decode(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
     """Fill `decode_layout(bucket)` for a batch of decode rows."""
+    buffer, x = decode_layout(bucket).blank()
     rows = batch.rows
-    arrays = {
-        "tokens": _tokens(rows, bucket.rows),
-        "starts": _padded(np.array([row.start for row in rows], np.int32), bucket.rows),
-        "num_steps": _padded(np.array([row.num_steps for row in rows], np.int32), bucket.rows),
-        "block_tables": _block_tables(rows, bucket),
-        "num_rows": np.array(len(rows), np.int32),
-        **_sample_arrays(rows, bucket.rows),
-    }
-    return decode_layout(bucket).pack(arrays)
+    _fill_tokens(x["tokens"], rows)
+    x["starts"][: len(rows)] = [row.start for row in rows]
+    x["num_steps"][: len(rows)] = [row.num_steps for row in rows]
+    _fill_tables(x["block_tables"], rows)
+    x["num_rows"][...] = len(rows)
+    _fill_sampling(x, rows)
+    return buffer
 
 
 def prompt_targets(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
@@ -200,10 +196,11 @@ def pack_reset(row: ScheduledRow, size: int, vocab_size: int) -> np.ndarray:
     return reset_layout(size, vocab_size).pack(arrays)
 
 
-def _sample_arrays(rows: Sequence[ScheduledRow], size: int) -> dict[str, np.ndarray]:
-    live = np.zeros(size, np.int32)
-    live[: len(rows)] = [row.samples for row in rows]
-    return {"sampling": pack_matrix([_sampling_row(row) for row in rows], size), "live": live}
+def _fill_sampling(x: Mapping[str, np.ndarray], rows: Sequence[ScheduledRow]) -> None:
+    """The fields of `sample_layout`."""
+    matrix = x["sampling"]
+    matrix[...] = pack_matrix([_sampling_row(row) for row in rows], len(matrix))
+    x["live"][: len(rows)] = [row.samples for row in rows]
 
 
 def _sampling_row(row: ScheduledRow) -> SamplingRow:
@@ -222,8 +219,7 @@ def _sampling_row(row: ScheduledRow) -> SamplingRow:
     )
 
 
-def _tokens(rows: Sequence[Row], size: int) -> np.ndarray:
-    tokens = np.zeros(size, np.int32)
+def _fill_tokens(tokens: np.ndarray, rows: Sequence[Row]) -> None:
     start = 0
     for row in rows:
         if row.from_previous:
@@ -232,14 +228,11 @@ def _tokens(rows: Sequence[Row], size: int) -> np.ndarray:
         else:
             tokens[start : start + len(row.tokens)] = row.tokens
             start += len(row.tokens)
-    return tokens
 
 
-def _block_tables(rows: Sequence[Row], bucket: Bucket) -> np.ndarray:
-    tables = np.zeros((bucket.rows, bucket.pages), np.int32)
+def _fill_tables(tables: np.ndarray, rows: Sequence[Row]) -> None:
     for index, row in enumerate(rows):
         tables[index, : len(row.block_table)] = row.block_table
-    return tables
 
 
 def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> np.ndarray:

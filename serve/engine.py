@@ -119,10 +119,13 @@ class Engine:
                 f"prompt has {len(request.prompt)} tokens and fills the context of "
                 f"{self.max_model_len}: nothing is left to generate"
             )
+        resolved = {}  # in one go: every copy of the parameters is checked anew
         if params.max_tokens is None:
-            params = replace(params, max_tokens=self.max_model_len - len(request.prompt))
+            resolved["max_tokens"] = self.max_model_len - len(request.prompt)
         if params.seed is None:
-            params = replace(params, seed=int(self._seeds.integers(MAX_SEED)))
+            resolved["seed"] = int(self._seeds.integers(MAX_SEED))
+        if resolved:
+            params = replace(params, **resolved)
         request = replace(request, params=params, eos_ids=self.eos_ids)
         if request.grammar is not None and params.ignore_eos:
             raise ValueError("ignore_eos can't be true with a grammar, which says where to end")

@@ -89,11 +89,11 @@ class InFlight:
 
     def read(self) -> list[RowResult]:
         """Wait for the device and give each row of the batch its result, in order."""
-        report = None if self.report is None else jax.device_get(self.report)
+        report = None if self.report is None else np.asarray(self.report)
         if report is not None and report.ndim == 2:
             report = report[None]
-        prompt = None if self.prompt_report is None else jax.device_get(self.prompt_report)
-        pooled = None if self.pooled is None else jax.device_get(self.pooled)
+        prompt = None if self.prompt_report is None else np.asarray(self.prompt_report)
+        pooled = None if self.pooled is None else np.asarray(self.pooled)
         heads = None if report is None else report[:, :, : FINITE + 1].transpose(1, 2, 0).tolist()
         results, start = [], 0
         for index, row in enumerate(self.batch.rows):

@@ -51,12 +51,21 @@ class PackLayout:
         """Words of the whole buffer, padding included."""
         return self.starts[-1]
 
+    def blank(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A buffer of zeros, int32 [size], and its arrays by name, to be filled in place."""
+        buffer = np.zeros(self.size, np.int32)
+        arrays = {}
+        for field, start in zip(self.fields, self.starts):
+            words = buffer[start : start + field.size]
+            arrays[field.name] = words.view(KINDS[field.kind]).reshape(field.shape)
+        return buffer, arrays
+
     def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """One int32 buffer [size]. Each array must have its field's shape and kind."""
-        buffer = np.zeros(self.size, np.int32)
-        for field, start in zip(self.fields, self.starts):
+        buffer, places = self.blank()
+        for field in self.fields:
             array = arrays[field.name]
             if array.shape != field.shape or array.dtype != KINDS[field.kind]:
                 raise ValueError(f"{field} was given {array.dtype}{array.shape}")
-            buffer[start : start + field.size] = array.reshape(-1).view(np.int32)
+            places[field.name][...] = array
         return buffer

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ SAMPLING_FLAGS = (
 """Everything that `covering` returns."""
 
 
+@cache
 def covering(flags: SamplingFlags) -> SamplingFlags:
     """The program that serves `flags`: one of few, so that rare mixes share a compile.
 

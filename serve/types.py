@@ -217,21 +217,22 @@ class ScheduledBatch:
     """One dispatch: rows in order, decode rows first.
 
     num_steps > 1 only when every row is a decode row.
+
+    Attributes:
+        num_tokens: query tokens of the (first) step.
+        is_decode: whether every row computes one token.
     """
 
     step_id: int
     rows: tuple[ScheduledRow, ...]
     num_steps: int = 1
+    num_tokens: int = field(init=False)
+    is_decode: bool = field(init=False)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether every row computes one token."""
-        return all(row.query_len == 1 for row in self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens of the (first) step."""
-        return sum(row.query_len for row in self.rows)
+    def __post_init__(self) -> None:
+        lens = [row.query_len for row in self.rows]  # once: a step asks for them a dozen times
+        object.__setattr__(self, "num_tokens", sum(lens))
+        object.__setattr__(self, "is_decode", all(length == 1 for length in lens))
 
 
 @dataclass(slots=True)
