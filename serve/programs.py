@@ -1,6 +1,6 @@
 """Which programs the engine has, and how each is lowered: static choices and abstract arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo.cache.layout import CacheLayout, init_cache
 from octavo.model.decoder import Attended
-from octavo.model.params import shape_dtypes
+from octavo.model.params import is_spec, shape_dtypes
 from octavo.model.pooling import sum_by_row
 from octavo.model.sharding import TENSOR, cache_sharding, sharding_tree
 from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
@@ -22,6 +22,8 @@ from octavo.serve import batch as packing
 from octavo.serve import step
 from octavo.serve.buckets import Bucket, Buckets
 from octavo.serve.compile import Lowerable, ProgramKey
+
+Arrays = tuple[Any, ...]
 
 SMALLEST_RESET = 256
 
@@ -208,7 +210,7 @@ class ProgramBuilder:
         assert key.bucket
         layout = packing.forward_layout(key.bucket)
         function = jax.jit(
-            partial(step.forward_step, self.graph, key.bucket, layout),
+            self._stepping(partial(step.forward_step, self.graph, key.bucket, layout)),
             donate_argnums=(1,),
             out_shardings=(self.cache_shardings(), self.whole, self._states_shardings(key.bucket)),
             compiler_options=forward_options(key.bucket),
@@ -238,7 +240,9 @@ class ProgramBuilder:
         assert key.flags
         layout = packing.decode_layout(key.bucket)
         function = jax.jit(
-            partial(step.decode_loop, self.graph, key.bucket, key.size, key.flags, layout),
+            self._stepping(
+                partial(step.decode_loop, self.graph, key.bucket, key.size, key.flags, layout)
+            ),
             donate_argnums=(1, 2),
             out_shardings=(self.cache_shardings(), self.whole, self.whole),
             compiler_options=decode_options(key.bucket),
@@ -247,7 +251,9 @@ class ProgramBuilder:
         return Lowerable(function, args)
 
     def _states(self, key: ProgramKey) -> Lowerable:
-        function = jax.jit(partial(step.states_step, self.graph), out_shardings=self.whole)
+        function = jax.jit(
+            self._weighted(partial(step.states_step, self.graph)), out_shardings=self.whole
+        )
         config, shardings = self.graph.config, self._attended_shardings
         heads = (config.num_kv_heads, config.group_size, config.head_dim)
         shapes = ((key.size, config.hidden_size), (key.size, *heads))
@@ -266,7 +272,9 @@ class ProgramBuilder:
 
     def _prompt_logprobs(self, key: ProgramKey) -> Lowerable:
         assert key.flags
-        function = jax.jit(partial(step.prompt_logprobs_step, self.graph, key.flags.logprobs))
+        function = jax.jit(
+            self._weighted(partial(step.prompt_logprobs_step, self.graph, key.flags.logprobs))
+        )
         hidden, targets = self._hidden_abs(key.size), self._words(key.size)
         return Lowerable(function, (self._params_abs, hidden, targets))
 
@@ -275,7 +283,7 @@ class ProgramBuilder:
         return Lowerable(function, (self._hidden_abs(key.size), self._words(key.size)))
 
     def _logits(self, key: ProgramKey) -> Lowerable:
-        function = jax.jit(partial(step.logits_step, self.graph))
+        function = jax.jit(self._weighted(partial(step.logits_step, self.graph)))
         return Lowerable(function, (self._params_abs, self._hidden_abs(key.size)))
 
     @property
@@ -284,9 +292,33 @@ class ProgramBuilder:
         mesh = self.graph.mesh
         return NamedSharding(mesh, PartitionSpec()) if mesh else None
 
-    def cache_shardings(self) -> Any:
+    def cache_shardings(self) -> Arrays | None:
         """Shardings of the cache's arrays; None without a mesh."""
-        return cache_sharding(self.layout, self.graph.mesh) if self.graph.mesh else None
+        mesh = self.graph.mesh
+        return tuple(jax.tree.leaves(cache_sharding(self.layout, mesh))) if mesh else None
+
+    def _weighted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(params, ...)` as one of the weights in a row.
+
+        jax takes trees apart and puts them together anew in every dispatch: of 32 layers' weights
+        and cache that takes a fifth of what the whole dispatch costs the host.
+        """
+
+        def of_arrays(weights: Arrays, *args: Any) -> Any:
+            return function(self.params_tree.unflatten(weights), *args)
+
+        return of_arrays
+
+    def _stepping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(params, cache, ...) -> (cache, ...)` as one of arrays in a row."""
+        tree = jax.tree.structure(jax.eval_shape(partial(init_cache, self.layout)))
+
+        def of_arrays(weights: Arrays, cache: Arrays, *args: Any) -> Any:
+            params = self.params_tree.unflatten(weights)
+            after, *rest = function(params, tree.unflatten(cache), *args)
+            return (tuple(jax.tree.leaves(after)), *rest)
+
+        return of_arrays
 
     @property
     def _attended_shardings(self) -> Attended:
@@ -309,18 +341,23 @@ class ProgramBuilder:
         return self._abstract((tokens, config.hidden_size), jnp.dtype(config.dtype))
 
     @cached_property
-    def _params_abs(self) -> Any:
-        mesh = self.graph.mesh
-        return shape_dtypes(self.specs, sharding_tree(self.specs, mesh) if mesh else None)
+    def params_tree(self) -> Any:
+        """How the weights, which programs take in a row, are a model's parameters."""
+        return jax.tree.structure(self.specs, is_leaf=is_spec)
 
     @cached_property
-    def _cache_abs(self) -> Any:
-        shapes = jax.eval_shape(partial(init_cache, self.layout))
-        shardings = self.cache_shardings()
-        if shardings is None:
-            return shapes
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    def _params_abs(self) -> Arrays:
+        mesh = self.graph.mesh
+        shapes = shape_dtypes(self.specs, sharding_tree(self.specs, mesh) if mesh else None)
+        return tuple(jax.tree.leaves(shapes))
+
+    @cached_property
+    def _cache_abs(self) -> Arrays:
+        shapes = jax.tree.leaves(jax.eval_shape(partial(init_cache, self.layout)))
+        shardings = self.cache_shardings() or (None,) * len(shapes)
+        return tuple(
+            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+            for shape, sharding in zip(shapes, shardings)
         )
 
     @property

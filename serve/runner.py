@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from octavo.cache.layout import CacheLayout, KVCache, init_cache
+from octavo.cache.layout import CacheLayout, init_cache
 from octavo.model.decoder import Attended
 from octavo.model.params import param_bytes
 from octavo.sampling.flags import LOGPROB_BUCKETS, SamplingFlags
@@ -48,13 +48,14 @@ class Runner:
         *,
         strict: bool = False,
     ) -> None:
-        self.graph, self.params, self.layout, self.settings = graph, params, layout, settings
+        self.graph, self.layout, self.settings = graph, layout, settings
         self.builder = ProgramBuilder(graph, layout, settings)
+        self.params = params
         self.programs = Programs(
             self.builder.build, store, devices=devices.of(graph.mesh), strict=strict
         )
         self.padding: dict[str, tuple[int, int]] = {}
-        self.cache: KVCache | None = None
+        self.cache: tuple[jax.Array, ...] | None = None
         self.last_tokens: jax.Array | None = None
         self.row_state: RowState | None = None
         self.reset_device_state()
@@ -70,7 +71,7 @@ class Runner:
                 array.delete()
         self.cache = self.last_tokens = self.row_state = None
         shardings = self.builder.cache_shardings()
-        make = partial(init_cache, self.layout)
+        make = lambda: tuple(jax.tree.leaves(init_cache(self.layout)))  # noqa: E731
         self.cache = jax.jit(make, out_shardings=shardings)()
         none = np.zeros(self.settings.max_num_seqs, np.int32)
         self.last_tokens = jax.device_put(none, self.builder.whole)
@@ -81,13 +82,22 @@ class Runner:
         Leaf by leaf, so that the device holds one leaf twice at most. When this raises there are no
         weights any more.
         """
-        leaves, tree = jax.tree.flatten(self.params)
-        self.params = {}
+        leaves: list[Any] = list(self._weights)
+        self._weights = ()
         for index, new in enumerate(jax.tree.leaves(params)):
             place = leaves[index].sharding
             leaves[index] = None  # the device must not hold the whole model twice
             leaves[index] = jax.device_put(new, place).block_until_ready()
-        self.params = tree.unflatten(leaves)
+        self._weights = tuple(leaves)
+
+    @property
+    def params(self) -> step.Params:
+        """The parameters as a model's tree, as which they are set too."""
+        return self.builder.params_tree.unflatten(self._weights)
+
+    @params.setter
+    def params(self, params: step.Params) -> None:
+        self._weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(params))
 
     @property
     def weight_bytes(self) -> int:
@@ -143,7 +153,7 @@ class Runner:
         self._count(bucket, batch.num_tokens, 1)
         packed = packing.pack_forward(batch, bucket, self.layout.page_size)
         self.cache, logits, states = self._call(
-            ProgramKey("forward", bucket), self.params, self.cache, self.last_tokens, packed
+            ProgramKey("forward", bucket), self._weights, self.cache, self.last_tokens, packed
         )
         prompt_report, prompt_top_n = self._prompt_logprobs(batch, bucket, states)
         packed = None
@@ -179,7 +189,7 @@ class Runner:
         key = self.builder.decode_key(bucket, flags)
         packed = packing.pack_decode(batch, bucket)
         self.cache, self.last_tokens, report = self._call(
-            key, self.params, self.cache, self.last_tokens, packed
+            key, self._weights, self.cache, self.last_tokens, packed
         )
         fetch(report)
         return InFlight(batch, flags, report)
@@ -199,7 +209,7 @@ class Runner:
         key = ProgramKey("prompt_logprobs", flags=flags, size=bucket.tokens)
         targets = packing.prompt_targets(batch, bucket)
         hidden = self._hidden(bucket, states)
-        report = self._call(key, self.params, hidden, targets)
+        report = self._call(key, self._weights, hidden, targets)
         fetch(report)
         return report, flags.logprobs
 
@@ -207,7 +217,7 @@ class Runner:
         """Hidden states of all tokens of a forward program, [T, E]."""
         if not isinstance(states, Attended):
             return states
-        return self._call(ProgramKey("states", size=bucket.tokens), self.params, states)
+        return self._call(ProgramKey("states", size=bucket.tokens), self._weights, states)
 
     def _pool(self, batch: ScheduledBatch, bucket: Bucket, states: step.States) -> jax.Array | None:
         """Sums of the hidden states that embeddings are made of, f32[max_num_seqs, E]."""
@@ -241,7 +251,7 @@ class Runner:
             bucket = self.settings.buckets.mixed(len(chunk), 1, len(pages))
             packed = packing.pack_chunk(chunk, start, pages, bucket, self.layout.page_size)
             self.cache, _, states = self._call(
-                ProgramKey("forward", bucket), self.params, self.cache, self.last_tokens, packed
+                ProgramKey("forward", bucket), self._weights, self.cache, self.last_tokens, packed
             )
             chunks += self._logits(self._hidden(bucket, states), len(chunk))
         return np.concatenate(chunks)
@@ -254,7 +264,9 @@ class Runner:
         for start in range(0, count, size):
             part = hidden[min(start, len(hidden) - size) :][:size]
             kept = slice(start - min(start, len(hidden) - size), None)
-            found.append(jax.device_get(self._call(key, self.params, part))[kept][: count - start])
+            found.append(
+                jax.device_get(self._call(key, self._weights, part))[kept][: count - start]
+            )
         return found
 
     def _count(self, bucket: Bucket, tokens: int, steps: int) -> None:
