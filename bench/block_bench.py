@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
+from octavo.bench.shapes import FOLDER
 from octavo.bench.timing import median_seconds
 from octavo.model import decoder
 from octavo.model.block_plan import BlockPlan, BlockTuning, Product
@@ -63,7 +63,6 @@ LARGEST_ERROR = 0.02
 
 IN_USE = "in use"
 SWEPT_ROWS = (8, 64)
-SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
 MATRICES = ("out", "gate_up", "down", "qkv")
 
 
@@ -94,7 +93,7 @@ class Case:
 
 def load_case(name: str, rows: int) -> Case:
     """The case of a shape under configs/shapes."""
-    config = config_from_hf(json.loads((SHAPES / name / "config.json").read_text()))
+    config = config_from_hf(json.loads((FOLDER / name / "config.json").read_text()))
     config = replace(config, vocab_size=128)
     layers = max(2, round(WEIGHT_BYTES / Case(name, config, rows).layer_bytes))
     return Case(name, replace(config, layers=config.layers[:1] * layers), rows)
@@ -267,7 +266,7 @@ def figures(case: Case, seconds: float) -> dict:
 def main(_: list[str]) -> int:
     """One line a shape, number of rows and implementation; 1 if the kernel in use failed."""
     configure_xla()
-    if unknown := [name for name in _ONLY.value if not (SHAPES / name / "config.json").exists()]:
+    if unknown := [name for name in _ONLY.value if not (FOLDER / name / "config.json").exists()]:
         raise app.UsageError(f"--only: {unknown[0]!r} is no folder of configs/shapes")
     device = jax.devices()[0]
     stamp = {"date": _DATE.value, "device": device.device_kind, "jax": jax.__version__}

@@ -1,6 +1,6 @@
 """`octavo bench WHAT --flags`: every benchmark is a command here."""
 
-from octavo.bench import engine, kernel, plots, serve, server_bench, soak, stages, startup
+from octavo.bench import context, engine, kernel, plots, serve, server_bench, soak, stages, startup
 from octavo.serve.cli import Command
 from octavo.serve.config import EngineConfig
 
@@ -38,7 +38,7 @@ COMMANDS = {
     "load": Command(server_bench.run, (), server_bench.define, server_bench.HELP),
     "soak": Command(soak.run, (), soak.define, soak.HELP),
     "startup": Command(startup.run, ENGINE, startup.define, startup.HELP),
-    "context": Command(engine.run_context, ENGINE, engine.define, engine.HELP),
+    "context": Command(context.run, ENGINE, engine.define, engine.HELP),
     "all": Command(stages.run, (), stages.define, stages.HELP),
     "plots": Command(plots.run, (), plots.define, plots.HELP, "plots"),
 }

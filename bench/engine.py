@@ -10,17 +10,14 @@ throughput: --workload, all submitted at once.
 trace: what the device does in steady decode, and how long nothing (bench/trace.py).
 trace_prefill: what it does in prefills of --prompts tokens.
 pace: what running requests and newcomers wait for one another (bench/pace.py).
-context: one prompt of --tokens, then --generated decode steps on it, and the memory they took.
+context: one very long prompt (bench/context.py).
 """
 
 import dataclasses
-import json
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +28,7 @@ from absl import flags
 from octavo.bench.floors import CEILINGS, Ceilings, ModelCost
 from octavo.bench.pace import pace
 from octavo.bench.report import Results, flag_values, percentile, rounded
+from octavo.bench.shapes import shape
 from octavo.bench.trace import trace, trace_prefill
 from octavo.bench.workload import DEFAULT, load, random_prompts
 from octavo.serve.config import AUTO, EngineConfig
@@ -38,7 +36,7 @@ from octavo.serve.configfile import LoadedConfig
 from octavo.serve.flags import UsageError
 
 DEFAULTS: dict[str, Any] = {
-    "model": "configs/shapes/llama3_8b",
+    "model": shape("llama3_8b"),
     "load_format": "dummy",
     "dtype": "bfloat16",
     "max_num_seqs": 256,
@@ -53,7 +51,8 @@ COLUMNS = (
 )
 HELP = """[MORE ...] [--flags]   MORE: others of them on the same engine
 
-  --rows=1,8,32,64,128,256  decode, trace, pace: rows of a batch
+  --rows=1,8,32,64,128,256  decode, pace: rows of a batch
+  --trace_rows=1,8,64,256   trace
   --prompt=1024 --generated=144
   --prompts=128,1024,8192   prefill, trace_prefill: lengths of the prompt
   --repeats=5               prefill: timed requests; throughput: 3 timed runs by default
@@ -68,6 +67,7 @@ def define(values: flags.FlagValues) -> None:
     text, number = flags.DEFINE_string, flags.DEFINE_integer
     whole = ["1", "8", "32", "64", "128", "256"]
     flags.DEFINE_list("rows", whole, "decode batches", flag_values=values)
+    flags.DEFINE_list("trace_rows", ["1", "8", "64", "256"], "traced", flag_values=values)
     number("prompt", 1024, "prompt tokens", lower_bound=1, flag_values=values)
     number("generated", 144, "tokens to generate", lower_bound=8, flag_values=values)
     flags.DEFINE_list("prompts", ["128", "1024", "8192"], "prompt lengths", flag_values=values)
@@ -88,7 +88,7 @@ def command(what: str) -> Callable[[LoadedConfig, flags.FlagValues, list[str]], 
         unknown = sorted(set(more) - set(MEASURES))
         if unknown:
             raise UsageError(f"{unknown[0]!r} is none of {', '.join(MEASURES)}")
-        bench = EngineBench(settings(config, values), values)
+        bench = EngineBench(settings(config, values), values, (what, *more))
         for name in (what, *more):
             MEASURES[name](bench)
         bench.finish()
@@ -106,10 +106,16 @@ def settings(config: LoadedConfig, values: flags.FlagValues) -> EngineConfig:
     return replace(config.engine, **missing)
 
 
-class EngineBench:
-    """An engine and its measurements."""
+def _nobody(times: list[tuple[float, int]]) -> None:
+    """Nobody watches."""
 
-    def __init__(self, config: EngineConfig, values: flags.FlagValues, **stamp: Any) -> None:
+
+class EngineBench:
+    """An engine and its measurements, of which `measures` are to come."""
+
+    def __init__(
+        self, config: EngineConfig, values: flags.FlagValues, measures: Sequence[str]
+    ) -> None:
         start = time.perf_counter()
         from octavo.llm import LLM
         from octavo.sampling.params import SamplingParams
@@ -120,8 +126,6 @@ class EngineBench:
         self.flag = flag_values(values)
         self.llm = LLM(config=config)
         self.engine = self.llm.engine
-        if config.warmup == AUTO and devices.on_gpu():
-            self._warm()
         self.device: Ceilings | None = CEILINGS.get(devices.kinds()[0])
         self.cost = model_cost(self.engine)
         self._serial = self._submitted = 0
@@ -133,17 +137,18 @@ class EngineBench:
             attention=config.attention,
             settings=changed(config),
             seed=self.flag["seed_prompts"],
-            **stamp,
         )
         self.say(what="start", seconds=rounded(time.perf_counter() - start, 2))
+        if config.warmup == AUTO and devices.on_gpu():
+            self._warm(measures)
 
-    def _warm(self) -> None:
-        """Compile what greedy requests need, at once: one by one it would take most of the time."""
-        from octavo.serve.programs import COMMON_FLAGS
+    def _warm(self, measures: Sequence[str]) -> None:
+        """Compile what they need, at once: one by one it would take most of the time."""
+        from octavo.bench.plan import keys_for
 
-        runner = self.engine.runner
-        keys = runner.builder.plain_keys(COMMON_FLAGS[:1])
-        runner.programs.warm(keys, workers=os.cpu_count() or 1, progress=True)
+        start, programs = time.perf_counter(), self.engine.runner.programs
+        programs.warm(keys_for(self, measures), workers=os.cpu_count() or 1, progress=True)
+        self.say(what="warm", seconds=rounded(time.perf_counter() - start, 2), **self._made())
 
     def say(self, **fields: Any) -> None:
         """One measurement."""
@@ -151,16 +156,18 @@ class EngineBench:
 
     def finish(self) -> None:
         """How the programs came to be, and the table."""
-        stats = self.engine.runner.programs.stats
-        self.say(
-            what="programs",
-            compiled=stats.compiled,
-            loaded=stats.loaded,
-            lower_seconds=rounded(stats.lower_seconds, 1),
-            compile_seconds=rounded(stats.compile_seconds, 1),
-            load_seconds=rounded(stats.load_seconds, 1),
-        )
+        self.say(what="programs", **self._made())
         self._results.table(COLUMNS)
+
+    def _made(self) -> dict[str, Any]:
+        stats = self.engine.runner.programs.stats
+        return {
+            "compiled": stats.compiled,
+            "loaded": stats.loaded,
+            "lower_seconds": rounded(stats.lower_seconds, 1),
+            "compile_seconds": rounded(stats.compile_seconds, 1),
+            "load_seconds": rounded(stats.load_seconds, 1),
+        }
 
     def with_floor(self, ms: float, floor: Callable[..., float], *args: float) -> dict[str, Any]:
         """`ms` with floor(device, *args) and its share, if the device's ceilings are known."""
@@ -175,13 +182,22 @@ class EngineBench:
         seed = self.flag["seed_prompts"] * 1_000_003 + self._serial
         return list(random_prompts(count, tokens, self.engine.model_config.vocab_size, seed))
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[float, int]]:
-        """Generate; (seconds, tokens) of each engine step, the moment before it all first."""
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        watch: Callable[[list[tuple[float, int]]], None] = _nobody,
+    ) -> list[tuple[float, int]]:
+        """Generate; (seconds, tokens) of each engine step, the moment before it all first.
+
+        `watch` is told of what there is after each.
+        """
         times = [(time.perf_counter(), 0)]
         self.submit(prompts, max_tokens)
         while self.engine.has_work():
             tokens = sum(len(event.token_ids) for event in self.engine.step())
             times.append((time.perf_counter(), tokens))
+            watch(times)
         return times
 
     def submit(self, prompts: list[list[int]], max_tokens: int) -> list[str]:
@@ -193,6 +209,13 @@ class EngineBench:
             self.engine.add(self._request(request_id, tuple(prompt), params))
         return ids
 
+    def drop(self, ids: Iterable[str]) -> None:
+        """Abort requests and wait for the device."""
+        for request_id in ids:
+            self.engine.abort(request_id)
+        while self.engine.has_work():
+            self.engine.step()
+
     # Measurements -------------------------------------------------------------------------------
 
     def decode(self) -> None:
@@ -201,9 +224,8 @@ class EngineBench:
             if rows > self.engine.scheduler.config.max_num_seqs:
                 raise ValueError(f"rows={rows} exceeds max_num_seqs")
             gaps: list[float] = []
-            for _ in range(4):  # at first programs are compiled, and the pace is learnt
-                gaps, before = self._decode_gaps(rows), gaps
-                if before and gaps:
+            for _ in range(4):  # a pace that has to be learnt, or a program to be compiled
+                if gaps := self._decode_gaps(rows):
                     break
             if not gaps:
                 raise ValueError(f"no steady decode steps at rows={rows}: raise --generated")
@@ -268,38 +290,6 @@ class EngineBench:
             )
         self.say(what="throughput_median", output_tok_s=rounded(statistics.median(rates[1:]), 1))
 
-    def context(self) -> None:
-        """One long prompt: its prefill, decode steps on it, and memory."""
-        import jax
-
-        tokens, made = self.flag["tokens"], self.flag["generated"]
-        self.run(self.prompts(1, min(tokens, 4096)), made)
-        times = self.run(self.prompts(1, tokens), made)
-        seconds = next(moment for moment, new in times if new) - times[0][0]
-        gap = statistics.median(steady_gaps(times, 1)) * 1e3
-        memory = jax.devices()[0].memory_stats() or {}
-        line: dict[str, Any] = {"prefill_s": rounded(seconds), "decode_ms": rounded(gap)}
-        if self.device is not None:
-            floors = (
-                self.cost.prefill_floor(self.device, tokens),
-                self.cost.decode_floor(self.device, 1, tokens + made / 2),
-            )
-            line |= {
-                "prefill_floor_s": rounded(floors[0]),
-                "prefill_share": rounded(floors[0] / seconds),
-                "decode_floor_ms": rounded(floors[1] * 1e3),
-                "decode_share": rounded(floors[1] * 1e3 / gap),
-            }
-        self.say(
-            what="context",
-            prompt=tokens,
-            generated=made,
-            **line,
-            peak_gb=rounded(memory.get("peak_bytes_in_use", 0) / 1e9, 2) or None,
-            cache_gb=rounded((tokens + made) * self.cost.token_bytes / 1e9, 2),
-            weights_gb=rounded(self.engine.runner.weight_bytes / 1e9, 2),
-        )
-
 
 MEASURES: dict[str, Callable[[Any], None]] = {
     "decode": EngineBench.decode,
@@ -309,35 +299,6 @@ MEASURES: dict[str, Callable[[Any], None]] = {
     "trace_prefill": trace_prefill,
     "pace": pace,
 }
-
-
-def run_context(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
-    """`octavo bench context`: a model with as many positions as the prompt needs."""
-    if rest:
-        raise UsageError(f"bench context takes no arguments besides flags, got {rest}")
-    flag = flag_values(values)
-    needed = flag["tokens"] + flag["generated"]
-    engine = replace(settings(config, values), max_num_seqs=1, max_model_len=needed)
-    if engine.warmup == AUTO:  # the prompt meets every size of program, and is run only once
-        engine = replace(engine, warmup="plain")
-    with ExitStack() as stack:
-        if engine.load_format == "dummy":
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            engine = replace(engine, model=stretched(engine.model, needed, Path(folder)))
-        bench = EngineBench(engine, values)
-        bench.context()
-        bench.finish()
-    return 0
-
-
-def stretched(model: str, positions: int, folder: Path) -> str:
-    """A copy of a shape with at least so many positions; its path."""
-    shape = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    shape["max_position_embeddings"] = max(positions, shape["max_position_embeddings"])
-    target = folder / Path(model).name
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    return str(target)
 
 
 def changed(config: EngineConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ HELP = """[NAME ...] [--flags] [-- flags of the script]
   block       what lies between two attentions against one read of the weights, and XLA's graph
   matmul      products of many rows against what tensor cores and memory give, and XLA's graph
   sampling    sampling programs against one read of the logits
+  sampling_bars  of these the ones with a bar: 256 rows, greedy, filtered, log-probabilities
 
   --sweep     attention, prefill, block: other tunings too
   --out=FILE  append the scripts' lines to a file"""
@@ -41,6 +42,7 @@ KERNELS = {
     "block": Script("block_bench", sweeps=True),
     "matmul": Script("matmul_bench"),
     "sampling": Script("sampling_bench"),
+    "sampling_bars": Script("sampling_bench", ("--rows=256", "--only=greedy,filters")),
 }
 DEFAULT = ("check", "attention", "step", "block", "matmul", "sampling")
 

@@ -159,10 +159,7 @@ class Crowd:
 
     def end(self) -> None:
         """Abort the running rows."""
-        for request_id in self._rows:
-            self._engine.abort(request_id)
-        while self._engine.has_work():
-            self._engine.step()
+        self._bench.drop(self._rows)
 
     def _join(self, rows: int) -> None:
         prompts = self._bench.prompts(rows, self._bench.flag["prompt"])

@@ -25,11 +25,12 @@ from absl import flags
 
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.bench.report import Results, flag_values, hardware, source_digest, table
+from octavo.bench.shapes import shape
 from octavo.serve.flags import UsageError
 
 LIMIT_SECONDS = 540
 READY_SECONDS = 420
-SHAPE_8B, SHAPE_1B = "configs/shapes/llama3_8b", "configs/shapes/llama32_1b"
+SHAPE_8B, SHAPE_1B = shape("llama3_8b"), shape("llama32_1b")
 DUMMY = ("--load_format=dummy", "--dtype=bfloat16")
 HELP = """[--flags]
 
@@ -69,29 +70,27 @@ SERVER = (
 )
 MIX = ("throughput", "--max_num_seqs=1024")
 START = ("startup", f"--model={SHAPE_8B}")
-# Two cold starts in one stage: few enough sizes of program.
-SMALL_SET = ("--max_num_seqs=8", "--max_batch_tokens=1024", "--warmup=plain")
 
 STAGES = (
     Stage("check", ("kernel", "check"), 60, limit=240),
-    Stage("block", ("kernel", "block"), 180, limit=300, kernel="block"),
-    Stage("step", ("kernel", "step"), 180, limit=300, kernel="raw"),
-    Stage("prefill", ("kernel", "prefill"), 120, limit=240, kernel="prefill"),
+    Stage("block", ("kernel", "block"), 90, limit=300, kernel="block"),
+    Stage("step", ("kernel", "step"), 120, limit=300, kernel="raw"),
+    Stage("prefill", ("kernel", "prefill"), 30, limit=240, kernel="prefill"),
     Stage("matmul", ("kernel", "matmul"), 120, limit=240, kernel="matmul"),
-    Stage("decode", ("decode", "prefill", "trace", "trace_prefill", f"--model={SHAPE_8B}"), 400),
-    Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20"), 100),
-    Stage("throughput", (*MIX, f"--model={SHAPE_8B}"), 320),
-    Stage("serve", (*SERVED, "--rates=4,16,32", "--concurrency=256"), 400, SERVER),
-    Stage("small", ("decode", "prefill", "trace", f"--model={SHAPE_1B}"), 300),
-    Stage("startup", (*START, "--warmup=all"), 420),
-    Stage("small_mix", (*MIX, f"--model={SHAPE_1B}"), 200),
-    Stage("crowds", (*SERVED, "--concurrency=1,8,32,64,128", "--rounds=16"), 200, SERVER),
-    Stage("kernel", ("kernel", "attention"), 240),
+    Stage("decode", ("decode", "prefill", "trace", "trace_prefill", f"--model={SHAPE_8B}"), 160),
+    Stage("pace", ("pace", f"--model={SHAPE_8B}", "--rows=32", "--max_step_ms=20"), 130),
+    Stage("throughput", (*MIX, f"--model={SHAPE_8B}"), 190),
+    Stage("serve", (*SERVED, "--rates=4,16,32", "--concurrency=256"), 350, SERVER),
+    Stage("small", ("decode", "prefill", "trace", f"--model={SHAPE_1B}"), 90),
+    Stage("small_mix", (*MIX, f"--model={SHAPE_1B}"), 90),
+    Stage("startup", (*START, "--warmup=plain", "--starts=cold,warm,cold"), 400),
+    Stage("context", ("context", f"--model={SHAPE_1B}", "--tokens=1000000"), 260),
+    Stage("sampling", ("kernel", "sampling_bars"), 40),
+    Stage("kernel", ("kernel", "attention"), 90, limit=300),
+    Stage("crowds", (*SERVED, "--concurrency=1,8,32,64,128", "--rounds=16"), 150, SERVER),
+    Stage("startup_all", (*START, "--warmup=all"), 420),
     Stage("block_sweep", ("kernel", "block", "--sweep"), 300, kernel="block"),
     Stage("prefill_sweep", ("kernel", "prefill", "--sweep"), 200, kernel="prefill"),
-    Stage("sampling", ("kernel", "sampling"), 240),
-    Stage("context", ("context", f"--model={SHAPE_1B}", "--tokens=1000000"), 420),
-    Stage("builds", (*START, *SMALL_SET, "--starts=cold,cold"), 400),
 )
 """In the order of their run: what decides most for its time comes first."""
 

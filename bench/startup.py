@@ -1,8 +1,9 @@
 """`octavo bench startup`: from process start to the first token, with nothing compiled and again.
 
 Each start is a process of its own. `cold` begins with an empty artefact folder; `warm` finds what
-the cold one before it left. Of two cold ones the kernels are compared: `same` says that no program
-of the second differs from the first's. A timeline line gives the seconds at which each stage had
+the cold one before it left, and fails if it compiles anything. Of two cold ones the kernels are
+compared: `same` says that no program of the second differs from the first's, and it fails if one
+does. A timeline line gives the seconds at which each stage had
 ended:
 
 import    Python and the engine's modules
@@ -56,7 +57,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def run(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
-    """Start the engine as often as --starts says."""
+    """Start the engine as often as --starts says; 1 if a line is not ok."""
     flag = flag_values(values)
     starts = flag["starts"]
     if rest or not set(starts) <= {"cold", "warm"}:
@@ -76,11 +77,13 @@ def run(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
                 folders.append(stack.enter_context(tempfile.TemporaryDirectory()))
                 engine = replace(engine, artefact_dir=folders[-1])
             timeline = start_once(engine, flag["prompt"], flag["limit"])
-            results.say(what="startup", start=kind, **timeline)
+            ok = kind == "cold" or not (folders and timeline["compiled"])
+            results.say(what="startup", start=kind, ok=ok, **timeline)
         for other in folders[1:]:
-            results.say(what="builds", **compared(folders[0], other, flag["limit"]))
-    results.table(("start", *(f"{name}_s" for name in STAGES), "compiled", "loaded"))
-    return 0
+            found = compared(folders[0], other, flag["limit"])
+            results.say(what="builds", ok=found["same"], **found)
+    results.table(("start", "ok", *(f"{name}_s" for name in STAGES), "compiled", "loaded"))
+    return int(not all(line["ok"] for line in results.rows))
 
 
 def start_once(config: EngineConfig, prompt: int, limit: int) -> dict[str, Any]:

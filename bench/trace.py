@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from octavo.bench.engine import EngineBench
 
-WARM_DISPATCHES, TRACED_DISPATCHES = 6, 12
+WARM_DISPATCHES, TRACED_DISPATCHES, NAMED_DISPATCHES = 6, 12, 6
+"""Untimed at first, then traced with graphs as wholes, then with single kernels."""
+
 SPARE_DISPATCHES = 8
 """Dispatches' worth of tokens beyond: the first rows decode while the last prompts are computed."""
 
@@ -49,32 +51,40 @@ def trace_prefill(bench: "EngineBench") -> None:
 
 def trace(bench: "EngineBench") -> None:
     """A line for each number of rows."""
-    for rows in map(int, bench.flag["rows"]):
-        events, steps = traced(bench, rows, graphs=True)
+    for rows in map(int, bench.flag["trace_rows"]):
+        ids = decoding(bench, rows)
+        events, steps = traced(bench, rows, TRACED_DISPATCHES, graphs=True)
         whole = window_ns(events) / 1e6
         line: dict[str, Any] = {"step_ms": rounded(whole / steps, 4)}
         line["idle"] = rounded(1 - busy_ns(events) / 1e6 / whole, 4) if whole else None
-        events, steps = traced(bench, rows, graphs=False)
+        events, steps = traced(bench, rows, NAMED_DISPATCHES, graphs=False)
         line["traced_ms"] = rounded(window_ns(events) / steps / 1e6, 4)
         bench.say(what="trace", rows=rows, **line, **kernels(events, steps))
+        bench.drop(ids)
 
 
-def traced(bench: "EngineBench", rows: int, *, graphs: bool) -> tuple[list[Event], int]:
-    """The device's events in some steady dispatches of `rows` requests, and their decode steps."""
+def decoding(bench: "EngineBench", rows: int) -> list[str]:
+    """Ids of so many requests that all decode, and have for a while."""
     engine, per_dispatch = bench.engine, bench.llm.config.max_decode_steps
-    tokens = (WARM_DISPATCHES + TRACED_DISPATCHES + SPARE_DISPATCHES) * per_dispatch
-    bench.submit(bench.prompts(rows, bench.flag["prompt"]), tokens)
+    dispatches = WARM_DISPATCHES + TRACED_DISPATCHES + NAMED_DISPATCHES + SPARE_DISPATCHES
+    ids = bench.submit(bench.prompts(rows, bench.flag["prompt"]), dispatches * per_dispatch)
     begun = set[str]()
     while len(begun) < rows:
         begun |= {event.request_id for event in engine.step() if event.token_ids}
     for _ in range(WARM_DISPATCHES):
         engine.step()
+    return ids
+
+
+def traced(
+    bench: "EngineBench", rows: int, dispatches: int, *, graphs: bool
+) -> tuple[list[Event], int]:
+    """The device's events in so many steady dispatches of `rows` rows, and their decode steps."""
     with tempfile.TemporaryDirectory() as folder:
         with jax_trace(folder, graphs=graphs):
-            made = sum(len(e.token_ids) for _ in range(TRACED_DISPATCHES) for e in engine.step())
+            steps = [bench.engine.step() for _ in range(dispatches)]
         events = device_events(Path(folder))
-    while engine.has_work():
-        engine.step()
+    made = sum(len(event.token_ids) for events_ in steps for event in events_)
     return events, max(made // rows, 1)
 
 

@@ -115,13 +115,20 @@ class Runner:
     def dispatch(self, batch: ScheduledBatch) -> InFlight:
         """Queue one batch on the device and return without waiting for it."""
         flags = self._flags(batch)
-        if batch.num_steps > 1 or self._fuses(batch, flags):
+        if self._loops(batch, flags):
             return self._dispatch_decode(batch, flags)
         return self.sample(self._forward(batch, flags))
 
-    def _fuses(self, batch: ScheduledBatch, flags: SamplingFlags) -> bool:
-        """Whether the decode loop serves a single step too: one dispatch instead of two."""
-        return (
+    def keys(self, batch: ScheduledBatch) -> list[ProgramKey]:
+        """The programs that `dispatch` would run, but for what rare requests need besides."""
+        flags, bucket = self._flags(batch), self._bucket(batch)
+        if self._loops(batch, flags):
+            return [self.builder.decode_key(bucket, flags)]
+        return [ProgramKey("forward", bucket), self.builder.sample_key(bucket.rows, flags)]
+
+    def _loops(self, batch: ScheduledBatch, flags: SamplingFlags) -> bool:
+        """Whether the decode loop runs it, a single step too: in one dispatch instead of two."""
+        return batch.num_steps > 1 or (
             self.settings.max_decode_steps > 1
             and batch.is_decode
             and flags in COMMON_FLAGS

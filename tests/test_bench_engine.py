@@ -3,13 +3,25 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from absl import flags
 from family_data import FOLDER
 from tiny import ARTEFACTS, tiny_config
 
-from octavo.bench import engine, kernel, kernel_check, pace, stages, trace
+from octavo.bench import (
+    context,
+    engine,
+    kernel,
+    kernel_check,
+    pace,
+    plan,
+    shapes,
+    stages,
+    startup,
+    trace,
+)
 from octavo.bench.floors import Ceilings, ModelCost
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.bench.report import Results
@@ -103,7 +115,7 @@ def test_a_trace_without_a_gpu_claims_nothing(tmp_path):
     args = [
         "--load_format=auto",
         "--dtype=float32",
-        "--rows=1",
+        "--trace_rows=1",
         "--prompt=6",
         "--max_decode_steps=2",
         *SIZES,
@@ -125,40 +137,85 @@ def test_idle_is_what_no_event_covers():
     assert trace.busy_ns([]) == trace.window_ns([]) == 0
 
 
-def test_one_long_prompt_on_random_weights(tmp_path):
+def test_one_long_prompt_on_random_weights(tmp_path, monkeypatch):
     """The shape's 64 positions are stretched to what is asked."""
+    monkeypatch.setattr(context, "FIRST_LINE", 64)
     out = tmp_path / "out.jsonl"
     shape = FOLDER / "llama_tied"
     given = [f"--model={shape}", f"--out={out}", "--dtype=float32", "--max_batch_tokens=32"]
     store = f"--artefact_dir={ARTEFACTS}"
     args = ["--tokens=300", "--generated=40", "--num_pages=60", "--warmup=lazy", store, *given]
     assert cli.main(["bench", "context", *args]) == 0
-    context = lines_of(out)[1]
-    assert (context["what"], context["prompt"]) == ("context", 300)
-    assert context["prefill_s"] > 0 < context["decode_ms"]
+    _, *parts, line, _ = lines_of(out)
+    assert [part["computed"] for part in parts] == [64, 128, 256]
+    assert all(part["what"] == "context_part" for part in parts)
+    assert (line["what"], line["prompt"]) == ("context", 300)
+    assert line["prefill_s"] > parts[-1]["seconds"] > 0 < line["decode_ms"]
+    assert line["floor_gb"] >= line["cache_gb"]
 
 
-def test_a_start_is_timed_stage_by_stage(tmp_path):
+def test_starts_are_timed_stage_by_stage_and_two_builds_from_nothing_have_the_same_kernels(
+    tmp_path,
+):
     out = tmp_path / "out.jsonl"
     args = [f"--model={GGUF}", "--load_format=auto", "--dtype=float32", "--prompt=4", *SIZES]
-    assert cli.main(["bench", "startup", "--starts=warm", f"--out={out}", *args]) == 0
-    (line,) = lines_of(out)
-    from octavo.bench.startup import STAGES
-
-    ends = [line[f"{stage}_s"] for stage in STAGES]
-    assert ends == sorted(ends)
-    assert ends[0] > 0
-    assert line["start"] == "warm"
-
-
-def test_two_builds_from_nothing_have_the_same_kernels(tmp_path):
-    out = tmp_path / "out.jsonl"
-    args = [f"--model={GGUF}", "--load_format=auto", "--dtype=float32", "--prompt=4", *SIZES]
-    assert cli.main(["bench", "startup", "--starts=cold,cold", f"--out={out}", *args]) == 0
-    first, second, builds = lines_of(out)
-    assert first["compiled"] == second["compiled"] > 0
+    assert cli.main(["bench", "startup", "--starts=cold,warm,cold", f"--out={out}", *args]) == 0
+    first, warm, second, builds = lines_of(out)
+    for line in (first, warm, second):
+        ends = [line[f"{stage}_s"] for stage in startup.STAGES]
+        assert ends == sorted(ends)
+        assert ends[0] > 0
+    assert [line["start"] for line in (first, warm, second)] == ["cold", "warm", "cold"]
+    assert first["compiled"] == second["compiled"] == warm["loaded"] > 0
+    assert warm["compiled"] == first["loaded"] == 0
     assert (builds["what"], builds["same"]) == ("builds", True)
     assert "0 of" in builds["report"]
+
+
+@pytest.mark.parametrize("compiled", [0, 1])
+def test_a_warm_start_that_compiles_is_a_failure(compiled, tmp_path, monkeypatch):
+    made = {"cold": 3, "warm": compiled}
+    starts = iter(made.values())
+    monkeypatch.setattr(startup, "start_once", lambda *_: {"compiled": next(starts)})
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["bench", "startup", f"--starts={','.join(made)}", f"--out={out}"]) == compiled
+    assert [line["ok"] for line in lines_of(out)] == [True, not compiled]
+
+
+def test_builds_that_differ_are_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "start_once", lambda *_: {"compiled": 3})
+    differ = {"same": False, "report": "1 of 3 programs differ"}
+    monkeypatch.setattr(startup, "compared", lambda *_: differ)
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["bench", "startup", "--starts=cold,cold", f"--out={out}"]) == 1
+    assert [line["ok"] for line in lines_of(out)] == [True, True, False]
+
+
+def test_what_a_measurement_will_run_is_known_before(tmp_path, monkeypatch):
+    """Programs are compiled at once, those alone that are used."""
+    mix = tmp_path / "mix.json"
+    mix.write_text('{"seed": 1, "prompt_lens": [5, 90, 9], "output_lens": [3, 9, 4], "gaps": []}')
+    found = {}
+
+    class Watched(engine.EngineBench):
+        def __init__(self, config, values, measures):
+            super().__init__(config, values, measures)
+            self.measures = measures
+
+        def finish(self):
+            used = {key for key, _ in self.engine.runner.programs.items()}
+            found[self.measures] = (used, plan.keys_for(self, self.measures))
+
+    monkeypatch.setattr(engine, "EngineBench", Watched)
+    args = [
+        *(f"--model={GGUF}", "--load_format=auto", "--dtype=float32", "--rows=1,2", "--prompt=40"),
+        *("--generated=40", "--prompts=8", "--repeats=1", f"--workload={mix}", *SIZES),
+    ]
+    for measures in (("decode", "prefill"), ("throughput",)):
+        assert cli.main(["bench", *measures, *args]) == 0
+        used, planned = found[measures]
+        assert set(planned) == used
+        assert len(planned) == len(used)
 
 
 def test_benches_of_the_engine_need_no_server_installed():
@@ -330,6 +387,15 @@ def parsed(words, command):
     command.define(values)
     assert not [word for word in values(words)[1:] if word.startswith("-")]
     parse_settings(values, command.settings)
+
+
+def test_shapes_are_found_wherever_a_bench_is_run(tmp_path, monkeypatch):
+    root = shapes.FOLDER.parent.parent
+    monkeypatch.chdir(root)
+    assert shapes.shape("llama3_8b") == "configs/shapes/llama3_8b"
+    monkeypatch.chdir(tmp_path)
+    for name in ("llama3_8b", "llama32_1b"):
+        assert (Path(shapes.shape(name)) / "config.json").is_file()
 
 
 def test_stage_names_flags_and_devices():

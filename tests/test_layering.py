@@ -18,7 +18,7 @@ OURS = {
     "model": {"attention", "cache"},
     "configs": set(),
     "serve": {"cache", "sampling", "attention", "model"},
-    "bench": {"cache", "sampling", "attention", "model", "serve"},
+    "bench": {"cache", "sampling", "attention", "model", "configs", "serve"},
 }
 STDLIB = set(sys.stdlib_module_names)
 DEVICE_EXTERNAL = {"jax", "numpy", "jaxtyping"}
