@@ -110,6 +110,19 @@ class SamplingParams:
         if not set(self.allowed_token_ids) - set(self.bad_token_ids):
             raise ValueError("bad_token_ids bans every token of allowed_token_ids")
 
+    def resolved(self, max_tokens: int, seed: int) -> "SamplingParams":
+        """A copy with the two fields that admission fills in, in range as admission makes them.
+
+        The others were looked at when this was made, and `replace` would do so again: half of what
+        it takes to admit a request. ValueError if min_tokens exceeds max_tokens.
+        """
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._set("max_tokens", max_tokens)
+        copy._set("seed", seed)
+        copy._check_together()
+        return copy
+
     @property
     def is_greedy(self) -> bool:
         """Whether each token is the argmax of the transformed logits."""

@@ -119,14 +119,12 @@ class Engine:
                 f"prompt has {len(request.prompt)} tokens and fills the context of "
                 f"{self.max_model_len}: nothing is left to generate"
             )
-        resolved = {}  # in one go: every copy of the parameters is checked anew
-        if params.max_tokens is None:
-            resolved["max_tokens"] = self.max_model_len - len(request.prompt)
-        if params.seed is None:
-            resolved["seed"] = int(self._seeds.integers(MAX_SEED))
-        if resolved:
-            params = replace(params, **resolved)
-        request = replace(request, params=params, eos_ids=self.eos_ids)
+        most, seed = params.max_tokens, params.seed
+        if most is None:
+            most = self.max_model_len - len(request.prompt)
+        if seed is None:
+            seed = int(self._seeds.integers(MAX_SEED))
+        request = replace(request, params=params.resolved(most, seed), eos_ids=self.eos_ids)
         if request.grammar is not None and params.ignore_eos:
             raise ValueError("ignore_eos can't be true with a grammar, which says where to end")
         check_thinking(request, self.model_config.vocab_size)

@@ -1,5 +1,6 @@
 """SamplingParams' validation, program selection and packing, all without a device."""
 
+import itertools
 import subprocess
 import sys
 import timeit
@@ -18,8 +19,9 @@ from octavo.sampling.pack import (
     bias_arrays,
     pack_matrix,
     pack_rows,
+    param_record,
 )
-from octavo.sampling.params import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
+from octavo.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from octavo.sampling.shown import shown
 
 REFUSED = [
@@ -206,6 +208,32 @@ def test_pack_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="end-of-sequence"):
         pack_matrix([(*row[:6], tuple(range(MAX_EOS_IDS + 1)))], 1)
     assert pack_matrix([], 2).shape == (2, WIDTH)
+
+
+def test_what_rows_need_together_is_the_union_of_what_each_needs():
+    each = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_p=0.5, logprobs=0),
+        SamplingParams(frequency_penalty=0.1),
+        SamplingParams(bad_token_ids=[1], logprobs=3),
+        SamplingParams(min_tokens=1, logprobs=MAX_LOGPROBS),
+    ]
+    for first, second in itertools.product(each, repeat=2):
+        alone = [SamplingFlags.for_params([params]) for params in (first, second)]
+        assert SamplingFlags.for_params([first, second]) == alone[0].union(alone[1])
+    assert SamplingFlags.for_params([each[1]], grammar=True) == SamplingFlags(grammar=True)
+
+
+def test_resolved_parameters_are_those_of_a_checked_copy():
+    params = SamplingParams(temperature=0.5, top_k=3, stop_token_ids=[7], min_tokens=4)
+    packed = param_record(params, (2,))
+    resolved = params.resolved(9, 11)
+    assert resolved == replace(params, max_tokens=9, seed=11)
+    assert (params.max_tokens, params.seed) == (16, None), "the original stays as it is"
+    assert param_record(resolved, (2,)) == packed == param_record(replace(resolved), (2,))
+    with pytest.raises(ValueError, match="min_tokens must be in"):
+        params.resolved(3, 11)
 
 
 def test_packed_records_follow_the_eos_ids():
