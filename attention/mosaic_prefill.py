@@ -8,14 +8,15 @@ from the block table, and take turns on the tensor cores (FlashAttention-3, Shah
 tile walks only the blocks that its row's queries see; masks cost only at the borders. A persistent
 grid takes the tiles in strides, the longest walk first.
 
-Queries are read from, and results written to, the step's own arrays, token by token: rows begin and
-end anywhere, which TMA allows for plain shared memory but not in the swizzled layout of a product's
-operand. So both pass through a staging tile; the next tile's queries arrive in it while this one's
-are in use.
+Queries are read from, and results written to, the step's own arrays, where rows begin and end
+anywhere. A product's operand lies in lines of 128 bytes, eight of them a swizzle; so a tile is
+held as slices of 64 of head_dim: the heads of any tokens are whole lines of such a slice, and one
+copy by TMA brings those of all a warpgroup's tokens (groups that do not divide 64 are padded). The
+memory warpgroup fetches the next tile's queries, and the fields of its item, while this one's are
+in use.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
 from octavo.attention.mosaic_decode import (
@@ -36,122 +37,16 @@ from octavo.attention.mosaic_decode import (
     product,
     refuse_inputs,
 )
+from octavo.attention.prefill_tiles import ITEM, Item, Shape, tiles_of
+from octavo.attention.prefill_tuning import WG_ROWS, PrefillTuning, default_prefill_tuning
 from octavo.attention.splits import FLOOR, LOG2E
 from octavo.cache.layout import LayerCache
 
-WG_ROWS = 64
+ITEMS = 4
+"""Items in shared memory: of this tile, the one before, and two to come."""
 
-REGISTERS = 504
-"""Registers a thread of the three warpgroups together, in eights: 512 times 128 are a block's."""
-
-
-@dataclass(frozen=True)
-class PrefillTuning:
-    """How the kernel is laid out on the chip.
-
-    Attributes:
-        block: keys a pipeline step, 64 or 128.
-        key_stages, value_stages: blocks in the two rings.
-        num_blocks: thread blocks of the persistent grid, one a multiprocessor.
-        memory_registers: registers a thread of the memory warpgroup, 24 or 40; the other two share
-            the rest.
-        interpreted: softmax weights go through shared memory: slower, but Pallas' interpreter
-            doesn't multiply from registers.
-    """
-
-    block: int = 128
-    key_stages: int = 2
-    value_stages: int = 2
-    num_blocks: int = 132
-    memory_registers: int = 40
-    interpreted: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block not in (64, 128):
-            raise ValueError(f"block={self.block} must be 64 or 128")
-        if self.memory_registers not in (24, 40):
-            raise ValueError(f"memory_registers={self.memory_registers} must be 24 or 40")
-        for name in ("key_stages", "value_stages", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of a block, in bytes."""
-        weights = 2 * WG_ROWS * self.block if self.interpreted else 0
-        tiles = (4 * WG_ROWS + (self.key_stages + self.value_stages) * self.block) * head_dim
-        return (tiles + weights) * 2 + 1024
-
-
-def default_prefill_tuning(head_dim: int) -> PrefillTuning:
-    """Blocks of 128 keys up to head_dim 128, of 64 above: a warpgroup's registers hold no more."""
-    return PrefillTuning(
-        block=128 if head_dim <= 128 else 64, value_stages=2 if head_dim < 256 else 1
-    )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Static sizes: query heads a KV head, KV heads, head_dim, and of the pages."""
-
-    group: int
-    heads: int
-    head_dim: int
-    page_size: int
-    num_pages: int
-
-    @property
-    def wg_tokens(self) -> int:
-        """Tokens of a warpgroup's rows."""
-        return WG_ROWS // self.group
-
-    @property
-    def tokens(self) -> int:
-        """Tokens a tile."""
-        return 2 * self.wg_tokens
-
-
-class _Tiles(NamedTuple):
-    """The tiles of a step in the order they are taken.
-
-    Attributes:
-        items: i32[I, 8]; row, position of the first query, first key (a multiple of the block),
-            steps of a block, first key any query sees, keys of the row, first token, tokens.
-        live: i32[1]; live tiles, which come first.
-    """
-
-    items: Int32[Array, "I 8"]
-    live: Int32[Array, " 1"]
-
-
-def _tiles_of(
-    meta: AttentionMeta, num_tokens: int, window: int | None, block: int, per_tile: int
-) -> _Tiles:
-    """Longest walk first. The padding tokens are a last row that sees no key: they get zeros."""
-    starts, kv_lens = meta.query_starts, jnp.append(meta.kv_lens, 0)
-    lengths = jnp.diff(starts, append=num_tokens)
-    tiles = -(-lengths // per_tile)
-    ends = jnp.cumsum(tiles)
-    num_rows = kv_lens.shape[0]
-    index = jnp.arange(num_tokens // per_tile + num_rows, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    live = row < num_rows
-    row = jnp.minimum(row, num_rows - 1)
-    offset = (index - (ends - tiles)[row]) * per_tile
-    tokens = jnp.minimum(per_tile, lengths[row] - offset)
-    first = kv_lens[row] - lengths[row] + offset
-    lowest = jnp.zeros_like(first)
-    if window is not None:
-        lowest = jnp.maximum(first - window + 1, 0)
-    begin = lowest // block * block
-    steps = jnp.where(kv_lens[row] > 0, -(-(first + tokens - begin) // block), 0)
-
-    order = jnp.where(live, steps, -1)
-    tie = (order[None] == order[:, None]) & (index[None] < index[:, None])
-    rank = jnp.sum((order[None] > order[:, None]) | tie, axis=1, dtype=jnp.int32)
-    table_row = jnp.minimum(row, num_rows - 2)
-    fields = (table_row, first, begin, steps, lowest, kv_lens[row], starts[row] + offset, tokens)
-    items = jnp.zeros((index.shape[0], 8), jnp.int32).at[rank].set(jnp.stack(fields, axis=1))
-    return _Tiles(items, ends[-1:].astype(jnp.int32))
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
+"""Registers a thread by warpgroup, in eights: a block has 512 times 128 for the three."""
 
 
 def prefill_mosaic(
@@ -170,19 +65,22 @@ def prefill_mosaic(
     num_tokens, num_heads, head_dim = q.shape
     page_size, num_kv_heads = layer.k.shape[1:3]
     group = num_heads // num_kv_heads
-    # Each token's queries are a copy of their own: they must begin at an aligned place of a tile.
-    padded = next(n for n in range(group, 2 * group + 2) if n * head_dim * 2 % TMA_BYTES == 0)
-    if padded > WG_ROWS:
+    if group > WG_ROWS:
         raise NotImplementedError(f"{group} query heads a KV head exceed a tile of {WG_ROWS}")
+    # Tokens must fill a warpgroup's rows, and each begin at an aligned place of its tile.
+    sizes = (n for n in range(group, WG_ROWS + 1) if WG_ROWS % n == 0)
+    padded = next(n for n in sizes if n * head_dim * 2 % TMA_BYTES == 0)
     tuning = tuning or default_prefill_tuning(head_dim)
     if tuning.smem_bytes(head_dim) > SMEM_BYTES:
         raise NotImplementedError(
             f"{tuning} needs {tuning.smem_bytes(head_dim)} B of shared memory"
         )
-    shape = _Shape(padded, num_kv_heads, head_dim, page_size, meta.block_tables.shape[1])
-    tiles = _tiles_of(meta, num_tokens, spec.window, tuning.block, shape.tokens)
+    shape = Shape(padded, num_kv_heads, head_dim, page_size, meta.block_tables.shape[1])
+    tiles = tiles_of(meta, num_tokens, spec.window, tuning.block, shape.tokens)
     grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - group), (0, 0)))
+    # The hardware reads zeros past the last token; the interpreter reads nothing there.
+    past = shape.tokens if tuning.interpreted else 0
+    grouped = jnp.pad(grouped, ((0, past), (0, 0), (0, padded - group), (0, 0)))
     arguments = [*tiles, meta.block_tables, grouped, layer.k, layer.v]
     if sinks is not None:
         arguments.append(_sink_rows(sinks, group, shape))
@@ -190,10 +88,10 @@ def prefill_mosaic(
     mesh = jax.sharding.get_abstract_mesh()
     traced = _traced_kernel(avals, spec, tuning, shape, mesh)
     (out,) = jaxpr_as_fun(traced)(*arguments)
-    return out[:, :, :group].reshape(q.shape)
+    return out[:num_tokens, :, :group].reshape(q.shape)
 
 
-def _sink_rows(sinks: Array, group: int, shape: _Shape) -> Float[Array, "K 64"]:
+def _sink_rows(sinks: Array, group: int, shape: Shape) -> Float[Array, "K 64"]:
     """Base-2 sink logit of each row of a warpgroup's tile."""
     grouped = sinks.astype(jnp.float32).reshape(shape.heads, group) * LOG2E
     token = jnp.pad(grouped, ((0, 0), (0, shape.group - group)))
@@ -206,7 +104,7 @@ def _traced_kernel(
     avals: tuple[jax.ShapeDtypeStruct, ...],
     spec: AttentionSpec,
     tuning: PrefillTuning,
-    shape: _Shape,
+    shape: Shape,
     mesh: jax.sharding.AbstractMesh,
 ) -> ClosedJaxpr:
     """The kernel's jaxpr, one object for all layers alike (see the decode kernel's)."""
@@ -220,12 +118,21 @@ def _traced_kernel(
     def ring(stages: int) -> Any:
         return plgpu.SMEM((stages, tuning.block, head_dim), dtype, transforms=transforms)
 
+    slices, width = head_dim // shape.slice, shape.slice
+    apart = tuning.results_apart(head_dim)
+    # Tiles a warpgroup: queries of this item and of the next, results.
+    lines = plgpu.SMEM((2, 2 + apart, slices, WG_ROWS, width), dtype, transforms=transforms)
+    by_token = (2, 2 + apart, slices, shape.wg_tokens, shape.group, width)
+    heads = (plgpu.TilingTransform((shape.group, width)), plgpu.SwizzleTransform(swizzle))
+    tokens = plgpu.SMEM(by_token, dtype, transforms=heads)
     scratch = {
-        "staging": plgpu.SMEM((2, WG_ROWS, head_dim), dtype),
-        "q_tile": plgpu.SMEM((2, WG_ROWS, head_dim), dtype, transforms=transforms),
+        "items": plgpu.SMEM((ITEMS, ITEM), jnp.int32),
+        "tiles": (lines, tokens) if tuning.interpreted else plgpu.RefUnion(lines, tokens),
         "k_ring": ring(tuning.key_stages),
         "v_ring": ring(tuning.value_stages),
-        "q_ready": plgpu.Barrier(num_arrivals=shape.wg_tokens, num_barriers=2),
+        "item_ready": plgpu.Barrier(num_barriers=ITEMS),
+        "q_ready": plgpu.Barrier(num_arrivals=2 * slices, num_barriers=2),
+        "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.key_stages),
         "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.value_stages),
         "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.key_stages),
@@ -249,28 +156,17 @@ def _traced_kernel(
     return jax.make_jaxpr(kernel)(*avals)
 
 
-class _Item(NamedTuple):
-    """A tile's walk for one KV head; fields as in `_Tiles.items`."""
-
-    head: Array
-    row: Array
-    first_query: Array
-    begin: Array
-    steps: Array
-    lowest: Array
-    kv_len: Array
-    token: Array
-    tokens: Array
-
-
 class _Buffers(NamedTuple):
     """Shared memory and barriers of a block."""
 
-    staging: Ref  # [2, 64, D]
-    q_tile: Ref  # [2, 64, D]
+    items: Ref  # [ITEMS, 32]
+    lines: Ref  # [2, 2 or 3, D / 64, 64, 64]
+    tokens: Ref  # [2, 2 or 3, D / 64, 64 / G, G, 64]: the same memory, unless interpreted
     k_ring: Ref  # [key_stages, block, D]
     v_ring: Ref  # [value_stages, block, D]
+    item_ready: Ref
     q_ready: Ref
+    q_free: Ref
     k_ready: Ref
     v_ready: Ref
     k_free: Ref
@@ -279,18 +175,48 @@ class _Buffers(NamedTuple):
     w_tile: Ref | None = None  # [2, 64, block]
 
 
-LoadItem = Callable[[Array], _Item]
+class _Deal(NamedTuple):
+    """The items of a block.
+
+    Attributes:
+        source: i32[I, 32] in memory.
+        number: how many there are.
+        place: where the one of a turn lies, head by head.
+    """
+
+    source: Ref
+    number: Array
+    place: Callable[[Array], Array]
+    heads: int
+
+    def ask(self, index: Array, buffers: _Buffers) -> None:
+        """Fetches an item into shared memory; past the end the last one once more."""
+        at = self.place(jnp.minimum(index, self.number - 1))
+        entry = jnp.minimum(lax.div(at, jnp.int32(self.heads)), self.source.shape[0] - 1)
+        slot = lax.rem(index, jnp.int32(ITEMS))
+        target, ready = buffers.items.at[slot], buffers.item_ready.at[slot]
+        plgpu.copy_gmem_to_smem(self.source.at[entry], target, ready)
+
+    def wait(self, index: Array, buffers: _Buffers) -> None:
+        plgpu.barrier_wait(buffers.item_ready.at[lax.rem(index, jnp.int32(ITEMS))])
+
+    def read(self, index: Array, buffers: _Buffers) -> Item:
+        """An item that has arrived."""
+        at = self.place(jnp.minimum(index, self.number - 1))
+        slot = lax.rem(index, jnp.int32(ITEMS))
+        fields = (buffers.items[slot, field] for field in range(8))
+        return Item(lax.rem(at, jnp.int32(self.heads)), *fields)
 
 
 def _kernel(
-    items_ref: Ref,  # [I, 8]
+    items_ref: Ref,  # [I, 32]
     count_ref: Ref,  # [1]
     table_ref: Ref,  # [S, P]
     q_ref: Ref,  # [T, K, G, D]
     k_ref: Ref,  # [N, p, K, D]
     v_ref: Ref,  # [N, p, K, D]
     *refs: Ref,  # sinks [K, 64] if there are any; out [T, K, G, D]
-    shape: _Shape,
+    shape: Shape,
     spec: AttentionSpec,
     tuning: PrefillTuning,
     **scratch: Ref,
@@ -298,7 +224,8 @@ def _kernel(
     """Deals the tiles of all heads to the blocks, one each a turn."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     heads, stride = jnp.int32(shape.heads), jnp.int32(tuning.num_blocks)
-    buffers = _Buffers(**scratch)
+    lines, tokens = scratch.pop("tiles")
+    buffers = _Buffers(lines=lines, tokens=tokens, **scratch)
 
     def place(turn: Array) -> Array:
         # There and back: who has the longest tile of one turn has the shortest of the next.
@@ -309,56 +236,71 @@ def _kernel(
     turns = lax.div(total, stride)
     count = turns + (place(turns) < total).astype(jnp.int32)
 
-    def load_item(index: Array) -> _Item:
-        # Past the end the last item is read again: the prefetch has no branch.
-        at = place(jnp.maximum(jnp.minimum(index, count - 1), 0))
-        entry = jnp.minimum(lax.div(at, heads), items_ref.shape[0] - 1)
-        return _Item(lax.rem(at, heads), *(items_ref[entry, field] for field in range(8)))
+    deal = _Deal(items_ref, count, place, shape.heads)
 
     @pl.when(wg < 2)
     def _compute() -> None:
-        compute_registers = (REGISTERS - tuning.memory_registers) // 2
-        plgpu.set_max_registers(compute_registers, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         sinks = refs[0] if spec.sinks else None
-        _attend_tiles(wg, load_item, count, buffers, q_ref, sinks, refs[-1], spec, tuning, shape)
+        _attend_tiles(wg, deal, buffers, sinks, refs[-1], spec, tuning, shape)
 
     @pl.when(wg == 2)
     def _memory() -> None:
-        plgpu.set_max_registers(tuning.memory_registers, action="decrease")
-        _fetch_tiles(load_item, count, buffers, table_ref, (k_ref, v_ref), tuning, shape)
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        fetch = partial(_fetch_tiles, deal, buffers, table_ref, (q_ref, k_ref, v_ref))
+        pl.when(count > 0)(partial(fetch, tuning, shape))
 
 
 def _fetch_tiles(
-    load_item: LoadItem,
-    count: Array,
+    deal: _Deal,
     buffers: _Buffers,
     table: Ref,
-    sources: tuple[Ref, Ref],
+    sources: tuple[Ref, Ref, Ref],
     tuning: PrefillTuning,
-    shape: _Shape,
+    shape: Shape,
 ) -> None:
     """The memory warpgroup: keeps the rings full over the borders of tiles.
 
-    Page ids are read one step ahead.
+    Page ids are read one step ahead, items two tiles ahead.
     """
     block, page_size = tuning.block, shape.page_size
     size = min(page_size, block)
     per_page = jnp.int32(max(1, page_size // block))
+    q_ref, k_ref, v_ref = sources
     rings = (
-        (sources[0], buffers.k_ring, buffers.k_ready, buffers.k_free, tuning.key_stages),
-        (sources[1], buffers.v_ring, buffers.v_ready, buffers.v_free, tuning.value_stages),
+        (k_ref, buffers.k_ring, buffers.k_ready, buffers.k_free, tuning.key_stages),
+        (v_ref, buffers.v_ring, buffers.v_ready, buffers.v_free, tuning.value_stages),
     )
 
-    def page_ids(item: _Item, step: Array) -> tuple[Array, ...]:
-        first = lax.div(item.begin + step * block, jnp.int32(page_size))
+    def page_ids(row: Array, first_key: Array) -> tuple[Array, ...]:
+        first = lax.div(first_key, jnp.int32(page_size))
         last = jnp.int32(shape.num_pages - 1)
-        return tuple(table[item.row, jnp.minimum(first + i, last)] for i in range(block // size))
+        return tuple(table[row, jnp.minimum(first + i, last)] for i in range(block // size))
 
-    def fetch_tile(index: Array, filled: Array) -> Array:
-        item = load_item(index)
+    def ask_for_queries(index: Array, item: Item) -> None:
+        slot = lax.rem(index, jnp.int32(2))
+        pl.when(index >= 2)(partial(plgpu.barrier_wait, buffers.q_free.at[slot]))
+        for wg in range(2):
+            # What is past the tile's own tokens is computed and dropped.
+            tokens = pl.ds(item.token + wg * shape.wg_tokens, shape.wg_tokens)
+            for part in range(shape.head_dim // shape.slice):
+                columns = pl.ds(part * shape.slice, shape.slice)
+                source = q_ref.at[tokens, item.head, :, columns]
+                target = buffers.tokens.at[wg, slot, part]
+                plgpu.copy_gmem_to_smem(source, target, buffers.q_ready.at[slot])
+
+    def fetch_tile(index: Array, carry: tuple) -> tuple:
+        filled, item, ids = carry
+        ask_for_queries(index, item)
+        # Its place is that of the item whose queries have just been replaced.
+        deal.ask(index + 2, buffers)
+        deal.wait(index + 1, buffers)
+        following = deal.read(index + 1, buffers)
 
         def fetch(step: Array, ids: tuple[Array, ...]) -> tuple[Array, ...]:
-            next_ids = page_ids(item, step + 1)
+            inside = step + 1 < item.steps
+            next_key = jnp.where(inside, item.begin + (step + 1) * block, following.begin)
+            next_ids = page_ids(jnp.where(inside, item.row, following.row), next_key)
             position = filled + step
             # Written so that the compiler sees that it is a multiple of the block.
             offset = lax.rem(lax.div(item.begin, jnp.int32(block)) + step, per_page) * block
@@ -371,11 +313,19 @@ def _fetch_tiles(
                     plgpu.copy_gmem_to_smem(rows, target, ready.at[slot])
             return next_ids
 
-        lax.fori_loop(0, item.steps, fetch, page_ids(item, jnp.int32(0)))
-        return filled + item.steps
+        ids = lax.fori_loop(0, item.steps, fetch, ids)
+        return filled + item.steps, following, ids
 
-    filled = lax.fori_loop(0, count, fetch_tile, jnp.int32(0))
+    deal.ask(jnp.int32(0), buffers)
+    deal.ask(jnp.int32(1), buffers)
+    deal.wait(jnp.int32(0), buffers)
+    first = deal.read(jnp.int32(0), buffers)
+    initial = (jnp.int32(0), first, page_ids(first.row, first.begin))
+    filled, _, _ = lax.fori_loop(0, deal.number, fetch_tile, initial)
     # The last release of everything is awaited, so that no barrier ends half used.
+    deal.wait(deal.number + 1, buffers)
+    for slot in range(2):
+        pl.when(slot < deal.number)(partial(plgpu.barrier_wait, buffers.q_free.at[slot]))
     for *_, free, stages in rings:
         for slot in range(stages):
             pl.when(slot < filled)(partial(plgpu.barrier_wait, free.at[slot]))
@@ -383,73 +333,93 @@ def _fetch_tiles(
 
 def _attend_tiles(
     wg: Array,
-    load_item: LoadItem,
-    count: Array,
+    deal: _Deal,
     buffers: _Buffers,
-    q_ref: Ref,
     sinks: Ref | None,
     out: Ref,
     spec: AttentionSpec,
     tuning: PrefillTuning,
-    shape: _Shape,
+    shape: Shape,
 ) -> None:
     """A compute warpgroup: its rows of one tile after the other."""
-    staging, q_tile = buffers.staging.at[wg], buffers.q_tile.at[wg]
-    last_token = jnp.int32(out.shape[0] - 1)
+    apart, width = tuning.results_apart(shape.head_dim), shape.slice
+    parts = range(shape.head_dim // width)
 
-    def place(token: Array) -> Ref:
-        """The staged rows of a token."""
-        return staging.at[pl.ds(token * shape.group, shape.group)]
-
-    def first_token(item: _Item) -> Array:
-        return item.token + wg * shape.wg_tokens
-
-    def ask_for_queries(item: _Item) -> None:
-        def copy(token: Array, _: None) -> None:
-            # What is past the tile's own tokens is computed and dropped.
-            source = q_ref.at[jnp.minimum(first_token(item) + token, last_token), item.head]
-            plgpu.copy_gmem_to_smem(source, place(token), buffers.q_ready.at[wg])
-
-        lax.fori_loop(0, shape.wg_tokens, copy, None)
-
-    def take_queries() -> None:
-        plgpu.barrier_wait(buffers.q_ready.at[wg])
-        loaded = plgpu.load(staging, layout=plgpu.Layout.WGMMA, optimized=False)
-        plgpu.commit_smem()
-        q_tile[...] = loaded
-        plgpu.commit_smem()
-
-    def store(item: _Item) -> None:
-        """The staged results of the tile's tokens; the copies have read them when it returns."""
-
-        def copy(token: Array, _: None) -> None:
-            plgpu.copy_smem_to_gmem(place(token), out.at[first_token(item) + token, item.head])
-
+    def store(item: Item, place: Array | int) -> None:
+        """Starts the copies of the tile's results to the tokens that are its own."""
+        first_token = item.token + wg * shape.wg_tokens
         mine = jnp.clip(item.tokens - wg * shape.wg_tokens, 0, shape.wg_tokens)
-        lax.fori_loop(0, mine, copy, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def copy(staged: Any, tokens: Any) -> None:
+            for part in parts:
+                source = buffers.tokens.at[wg, place, part, staged]
+                target = out.at[tokens, item.head, :, pl.ds(part * width, width)]
+                plgpu.copy_smem_to_gmem(source, target, commit_group=part == parts[-1])
+
+        def copy_token(token: Array, _: None) -> None:
+            copy(token, first_token + token)
+
+        @pl.when(mine == shape.wg_tokens)
+        def _whole() -> None:
+            copy(slice(None), pl.ds(first_token, shape.wg_tokens))
+
+        @pl.when(mine < shape.wg_tokens)
+        def _token_by_token() -> None:
+            lax.fori_loop(0, mine, copy_token, None)
 
     def tile(index: Array, done: Array) -> Array:
-        item = load_item(index)
-        result = _attend_tile(wg, item, done, buffers, sinks, spec, tuning, shape)
-        take_queries()
-        staging[...] = result
-        plgpu.commit_smem()
+        slot = lax.rem(index, jnp.int32(2))
+        plgpu.barrier_wait(buffers.q_ready.at[slot])
+        if tuning.interpreted:
+            _to_lines(wg, slot, buffers, shape)
+        item = deal.read(index, buffers)
+        q_tile = buffers.lines.at[wg, slot]
+        result = _attend_tile(wg, item, done, q_tile, buffers, sinks, spec, tuning, shape)
+        # Warpgroup 1 ends a tile only when 0 takes a turn in the next one: so one of no steps has a
+        # turn, too. Over two without it, 0 would wait for queries in the place of those still used.
+        pl.when(item.steps == 0)(partial(_take_turn, buffers))
         # Read again: over the loop inside, what it doesn't need would hold registers.
-        store(load_item(index))
-        ask_for_queries(load_item(index + 2))
+        item = deal.read(index, buffers)
+        place = 2 if apart else slot
+        # The copies of the last results have read them long ago.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part in parts:
+            columns = result[:, part * width : (part + 1) * width]
+            buffers.lines.at[wg, place, part][...] = columns
+        if tuning.interpreted:
+            _to_tokens(wg, place, buffers, shape)
+        plgpu.commit_smem()
+        if apart:
+            plgpu.barrier_arrive(buffers.q_free.at[slot])
+        store(item, place)
+        if not apart:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(buffers.q_free.at[slot])
         return done + item.steps
 
-    @pl.when(count > 0)
+    @pl.when(deal.number > 0)
     def _all() -> None:
-        ask_for_queries(load_item(jnp.int32(0)))
-        take_queries()
-        ask_for_queries(load_item(jnp.int32(1)))
         pl.when(wg == 1)(partial(_take_turn, buffers))
-        lax.fori_loop(0, count, tile, jnp.int32(0))
+        lax.fori_loop(0, deal.number, tile, jnp.int32(0))
         pl.when(wg == 0)(partial(_take_turn, buffers))
-        plgpu.barrier_wait(buffers.q_ready.at[wg])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _to_lines(wg: Array, slot: Array, buffers: _Buffers, shape: Shape) -> None:
+    """For the interpreter, in which the two views of a tile are not the same memory."""
+    for part in range(shape.head_dim // shape.slice):
+        for token in range(shape.wg_tokens):
+            rows = pl.ds(token * shape.group, shape.group)
+            buffers.lines[wg, slot, part, rows] = buffers.tokens[wg, slot, part, token]
+    plgpu.commit_smem()
+
+
+def _to_tokens(wg: Array, place: Array | int, buffers: _Buffers, shape: Shape) -> None:
+    """See `_to_lines`."""
+    for part in range(shape.head_dim // shape.slice):
+        for token in range(shape.wg_tokens):
+            rows = pl.ds(token * shape.group, shape.group)
+            buffers.tokens[wg, place, part, token] = buffers.lines[wg, place, part, rows]
 
 
 def _take_turn(buffers: _Buffers) -> None:
@@ -459,17 +429,17 @@ def _take_turn(buffers: _Buffers) -> None:
 
 def _attend_tile(
     wg: Array,
-    item: _Item,
+    item: Item,
     done: Array,
+    q_tile: Ref,  # [D / 64, 64, 64]
     buffers: _Buffers,
     sinks: Ref | None,
     spec: AttentionSpec,
     tuning: PrefillTuning,
-    shape: _Shape,
+    shape: Shape,
 ) -> Array:
     """[64, D] of a warpgroup's rows: a running softmax over the blocks; `done` came before."""
     block, layout = tuning.block, plgpu.Layout.WGMMA
-    q_tile = buffers.q_tile.at[wg]
 
     def step(index: Array, carry: tuple, border: bool) -> tuple:
         acc, top, total = carry
@@ -477,10 +447,12 @@ def _attend_tile(
         v_slot = lax.rem(done + index, jnp.int32(tuning.value_stages))
         begin = item.begin + index * block
         plgpu.barrier_wait(buffers.k_ready.at[k_slot])
-        keys = buffers.k_ring.at[k_slot].transpose((1, 0))
+        keys = buffers.k_ring.at[k_slot]
 
         def multiply(acc_ref: Ref) -> Array:
-            plgpu.wgmma(acc_ref, q_tile, keys)
+            for part in range(shape.head_dim // shape.slice):
+                columns = pl.ds(part * shape.slice, shape.slice)
+                plgpu.wgmma(acc_ref, q_tile.at[part], keys.at[:, columns].transpose((1, 0)))
             # The other's product may queue behind this one.
             _take_turn(buffers)
             return acc_ref[...]
@@ -530,8 +502,8 @@ def _attend_tile(
     inner = jnp.maximum(inner, outer)
     state = lax.fori_loop(outer, inner, partial(step, border=False), state)
     acc, _, total = lax.fori_loop(inner, item.steps, partial(step, border=True), state)
-    total = total.sum(axis=1) + 1e-30
-    return (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(q_tile.dtype)
+    share = 1.0 / (total.sum(axis=1) + 1e-30)
+    return (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(q_tile.dtype)
 
 
 def _add_product(acc: Array, weights: Array, values: Ref, wg: Array, buffers: _Buffers) -> Array:
@@ -550,7 +522,7 @@ def _add_product(acc: Array, weights: Array, values: Ref, wg: Array, buffers: _B
 
 
 def _masked(
-    logits: Array, wg: Array, item: _Item, begin: Array, spec: AttentionSpec, shape: _Shape
+    logits: Array, wg: Array, item: Item, begin: Array, spec: AttentionSpec, shape: Shape
 ) -> Array:
     """Logits of keys from `begin` on, -inf where a row's query doesn't see the key."""
     layout = plgpu.Layout.WGMMA
@@ -570,7 +542,7 @@ def _masked(
     return jnp.where(seen, logits, -jnp.inf)
 
 
-def _zero_unseen(item: _Item, begin: Array, values: Ref) -> None:
+def _zero_unseen(item: Item, begin: Array, values: Ref) -> None:
     """Zeroes values no query sees: a zero weight times a stale NaN would be NaN."""
     block = values.shape[0]
 

@@ -176,8 +176,7 @@ def _tunings(case: Scenario) -> Iterator[DecodeTuning | PrefillTuning]:
         yield tuning
         if _SWEEP.value:
             yield replace(tuning, block=192 - tuning.block)
-            yield replace(tuning, key_stages=tuning.key_stages + 1)
-            yield replace(tuning, memory_registers=24)
+            yield replace(tuning, key_stages=1, value_stages=1)
         return
     best = default_tuning(case.head_dim)
     yield best

@@ -74,8 +74,14 @@ PREFILL_ON_GPU = (
              "float16", window=300, soft_cap=3.0, sinks=True, pad_rows=1, pad_tokens=3)
         for dim in (64, 128, 256)
     ),
+    *(
+        Case(f"prefill_group_of_{group}", ((150, 700), (64, 64), (9, 77)), 2 * group, 2, dim, 64,
+             "bfloat16", pad_rows=1, pad_tokens=3)
+        for group, dim in ((1, 128), (1, 96), (3, 128), (5, 64), (8, 128), (33, 128), (64, 64))
+    ),
     Case("prefill_window_below_page", ((90, 640), (12, 65)), 8, 2, 128, 64, "bfloat16", window=5),
     Case("prefill_infinity", ((150, 700), (9, 77)), 8, 1, 128, 64, "bfloat16", poison=np.inf),
+    Case("prefill_padding", ((40, 90), (33, 33)), 32, 8, 128, 64, "bfloat16", pad_tokens=1200),
     Case("prefill_long", ((1100, 2100), (500, 500)), 8, 2, 128, 64, "bfloat16"),
 )  # fmt: skip
 
@@ -96,6 +102,10 @@ INTERPRETED_PREFILL = (
     Case("window_cap_sinks", ((70, 300), (1, 130)), heads=4, page=16, window=100, sinks=True,
          soft_cap=2.0, **_DECODE),
     Case("group_of_3", ((33, 100),), 3, 1, 96, 128, "float16"),
+    Case("group_of_1", ((150, 170), (9, 9)), 1, 1, 64, 64, "bfloat16"),
+    Case("group_of_33", ((3, 40),), 33, 1, 64, 64, "bfloat16"),
+    Case("whole_tiles", ((70, 200), (1, 64), (5, 5), (33, 130)), heads=8, page=64, window=100,
+         sinks=True, pad_rows=1, pad_tokens=3, **_DECODE),
 )  # fmt: skip
 
 
@@ -103,7 +113,10 @@ INTERPRETED_PREFILL = (
 def test_prefill_interpreted_with_race_detection(case: Case):
     problem = build(case)
     tuning = PrefillTuning(
-        block=128 if "128" in case.name else 64, value_stages=1, num_blocks=3, interpreted=True
+        block=128 if "128" in case.name else 64,
+        value_stages=1,
+        num_blocks=3,
+        interpreted=True,
     )
     run = partial(prefill_mosaic, spec=problem.spec, tuning=tuning)
     with interpreter():
@@ -275,7 +288,7 @@ def test_decode_tuning_is_validated(field: str, value: int):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("block", 96), ("key_stages", 0), ("memory_registers", 32)]
+    ("field", "value"), [("block", 96), ("key_stages", 0), ("value_stages", 0)]
 )
 def test_prefill_tuning_is_validated(field: str, value: int):
     with pytest.raises(ValueError, match=f"{field}={value}"):
