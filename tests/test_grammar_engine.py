@@ -416,8 +416,10 @@ def test_a_failed_stage_fails_what_was_running_and_keeps_what_waits(alone, monke
     engine = tiny_engine(eos_ids=(EOS,), max_num_seqs=2)
     for request in requests():
         engine.add(request)
+    early = {}  # one may end before another's grammar is made
     while engine.stats().running < 2:
-        engine.step()
+        for event in engine.step():
+            early.setdefault(event.request_id, []).extend(event.token_ids)
     raised = PanicException("a bug") if "panic" in stage else ZeroDivisionError("a bug")
     with monkeypatch.context() as patch:
         patch.setattr(STAGES[stage], raising(raised))
@@ -425,8 +427,11 @@ def test_a_failed_stage_fails_what_was_running_and_keeps_what_waits(alone, monke
             engine.step()
     failed = {event.request_id for event in engine.recover("the step failed")}
     assert len(failed) == 2
-    tokens, _ = drain(engine)
-    assert tokens == {id_: ids for id_, ids in alone.items() if id_ not in failed}
+    rest, _ = drain(engine)
+    kept = alone.keys() - failed
+    assert {id_: early.get(id_, []) + rest.get(id_, []) for id_ in kept} == {
+        id_: alone[id_] for id_ in kept
+    }
     assert not engine.grammars._matchers
     check_pages_free(engine)
     assert run(engine, requests())[0] == alone

@@ -66,8 +66,18 @@ def test_loading_draining_and_exit_without_heavy_modules():
         assert int(server.log.rsplit("collections skip: ")[1].split()[0]) > 20_000
 
 
+@contextlib.contextmanager
+def hangups(handler):
+    """What children inherit for SIGHUP, whatever this process does about it."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_hangup_of_its_terminal_drains_it_too():
-    with running() as server, server.hold():
+    with hangups(signal.SIG_DFL), running() as server, server.hold():
         connection, response = start_stream(server, max_tokens=60)
         os.kill(server.core_pid(), signal.SIGHUP)  # none of the engine's business
         server.signal(signal.SIGHUP)
@@ -81,17 +91,13 @@ def test_a_hangup_of_its_terminal_drains_it_too():
 
 
 def test_under_nohup_it_goes_on():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as children inherit it
-    try:
-        with running() as server:
-            server.signal(signal.SIGHUP)
-            server.good(server.complete("a"))
-            assert server.status() == "ready"
-            server.signal()
-            assert exit_code(server) == 0
-            assert "SIGHUP" not in server.log
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with hangups(signal.SIG_IGN), running() as server:
+        server.signal(signal.SIGHUP)
+        server.good(server.complete("a"))
+        assert server.status() == "ready"
+        server.signal()
+        assert exit_code(server) == 0
+        assert "SIGHUP" not in server.log
 
 
 def test_the_drain_has_a_deadline():
