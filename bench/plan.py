@@ -28,8 +28,7 @@ def keys_for(bench: Any, measures: Iterable[str]) -> list[ProgramKey]:
     found = set[ProgramKey]()
     for prompts, generated in runs(bench.flag, names):
         found |= planned(bench, prompts, generated)
-    rare = found.difference(plain)  # the last token of a prompt may come alone
-    return [key for key in plain if key in found] + sorted(rare, key=str)
+    return [key for key in plain if key in found]
 
 
 def runs(flag: dict[str, Any], names: set[str]) -> list[tuple[list[int], list[int]]]:

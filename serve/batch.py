@@ -4,7 +4,7 @@ Each program has a layout (names, shapes, kinds of its packed input) and a funct
 A token that only the device knows travels as -1 - slot: the step reads it from `last_tokens[slot]`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -72,7 +72,7 @@ def decode_layout(bucket: Bucket) -> PackLayout:
             Field("num_steps", (s,)),
             Field("block_tables", (s, p)),
             Field("num_rows", ()),
-            *sample_layout(s).fields,
+            Field("sampling", (s, WIDTH)),
         )
     )
 
@@ -118,12 +118,16 @@ def pack_chunk(
 def pack_sample(rows: Sequence[ScheduledRow], size: int) -> np.ndarray:
     """Fill `sample_layout(size)` for rows that may sample."""
     buffer, x = sample_layout(size).blank()
-    _fill_sampling(x, rows)
+    _fill_sampling(x["sampling"], rows)
+    x["live"][: len(rows)] = [row.samples for row in rows]
     return buffer
 
 
 def pack_decode(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
-    """Fill `decode_layout(bucket)` for a batch of decode rows."""
+    """Fill `decode_layout(bucket)` for a batch of rows of one token each.
+
+    All are drawn from: of one that does not sample (of a prompt, not its last) nobody looks at it.
+    """
     buffer, x = decode_layout(bucket).blank()
     rows = batch.rows
     _fill_tokens(x["tokens"], rows)
@@ -131,7 +135,7 @@ def pack_decode(batch: ScheduledBatch, bucket: Bucket) -> np.ndarray:
     x["num_steps"][: len(rows)] = [row.num_steps for row in rows]
     _fill_tables(x["block_tables"], rows)
     x["num_rows"][...] = len(rows)
-    _fill_sampling(x, rows)
+    _fill_sampling(x["sampling"], rows)
     return buffer
 
 
@@ -158,6 +162,16 @@ def pooled_rows(batch: ScheduledBatch, bucket: Bucket, size: int) -> np.ndarray:
             rows[end - 1] = index
         start = end
     return rows
+
+
+def wants_states(row: ScheduledRow) -> bool:
+    """Whether hidden states of the row's tokens are wanted, besides what its last one draws."""
+    return row.start < row.prompt_len and (predicts(row) or pools(row))
+
+
+def predicts(row: ScheduledRow) -> bool:
+    """Whether log-probabilities of the row's prompt are wanted and its tokens have some."""
+    return row.start + 1 < row.prompt_len and row.request.params.prompt_logprobs is not None
 
 
 def pools(row: ScheduledRow) -> bool:
@@ -196,11 +210,8 @@ def pack_reset(row: ScheduledRow, size: int, vocab_size: int) -> np.ndarray:
     return reset_layout(size, vocab_size).pack(arrays)
 
 
-def _fill_sampling(x: Mapping[str, np.ndarray], rows: Sequence[ScheduledRow]) -> None:
-    """The fields of `sample_layout`."""
-    matrix = x["sampling"]
+def _fill_sampling(matrix: np.ndarray, rows: Sequence[ScheduledRow]) -> None:
     matrix[...] = pack_matrix([_sampling_row(row) for row in rows], len(matrix))
-    x["live"][: len(rows)] = [row.samples for row in rows]
 
 
 def _sampling_row(row: ScheduledRow) -> SamplingRow:

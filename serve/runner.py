@@ -127,12 +127,16 @@ class Runner:
         return [ProgramKey("forward", bucket), self.builder.sample_key(bucket.rows, flags)]
 
     def _loops(self, batch: ScheduledBatch, flags: SamplingFlags) -> bool:
-        """Whether the decode loop runs it, a single step too: in one dispatch instead of two."""
+        """Whether the decode loop runs it, a single step too: in one dispatch instead of two.
+
+        A lone token of a prompt is no other work than one that was drawn, unless its hidden state
+        is wanted, which the loop does not give.
+        """
         return batch.num_steps > 1 or (
             self.settings.max_decode_steps > 1
             and batch.is_decode
             and flags in COMMON_FLAGS
-            and all(row.samples and row.start >= row.prompt_len for row in batch.rows)
+            and not any(map(packing.wants_states, batch.rows))
         )
 
     def _flags(self, batch: ScheduledBatch, *, grammar: bool = False) -> SamplingFlags:

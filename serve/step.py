@@ -247,7 +247,7 @@ def decode_loop(
         return (carry[0] < max_steps) & carry[3].any()
 
     tokens = resolve_tokens(x["tokens"], last_tokens)
-    live = (x["live"] > 0) & (x["num_steps"] > 0)
+    live = x["num_steps"] > 0
     out = jnp.full((max_steps, rows, width), -1, jnp.int32)
     init = (jnp.int32(0), cache, tokens, live, out)
     _, cache, tokens, _, out = lax.while_loop(unfinished, body, init)

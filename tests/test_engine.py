@@ -1,5 +1,6 @@
 """The engine on a tiny model: the same tokens in any company, loop, chunking and cache state."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -166,11 +167,12 @@ def test_logprobs_of_output_and_prompt_match_the_forward_pass():
     assert drawn.top[0][0] == drawn.token_id
 
 
-def test_prompt_logprobs_across_chunks_and_without_generation():
+@pytest.mark.parametrize("fields", [{"max_batch_tokens": 7}, {"max_chunk_tokens": 1}], ids=str)
+def test_prompt_logprobs_across_chunks_and_without_generation(fields):
     prompt = prompts(1, 11, longest=30)[0] * 4
     request = Request("a", prompt, greedy(0, prompt_logprobs=0))
     whole = run(tiny_engine(), [request])[1]["a"]
-    chunked = run(tiny_engine(max_batch_tokens=7), [request])[1]["a"]
+    chunked = run(tiny_engine(**fields), [request])[1]["a"]
     assert whole.token_ids == chunked.token_ids == ()
     assert whole.finish_reason == FINISH_LENGTH
     for a, b in zip(whole.prompt_logprobs[1:], chunked.prompt_logprobs[1:], strict=True):
@@ -196,20 +198,56 @@ def test_no_compile_after_warm_up():
         programs.get(ProgramKey("logits", size=7))
 
 
-def test_the_plain_programs_are_what_requests_of_any_length_and_number_need():
-    engine = tiny_engine()
+@contextmanager
+def plain_greedy_programs(engine):
+    """The engine with these alone: that it takes another one is an error."""
     builder, store = engine.runner.builder, engine.runner.programs.store
     programs = Programs(builder.build, store, devices=jax.devices()[:1], strict=True)
     programs.warm(builder.plain_keys(COMMON_FLAGS[:1]), workers=2)
+    programs.seal()
     warmed = {key for key, _ in programs.items()}
     assert warmed < set(builder.plain_keys())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner, "programs", programs)
-        asked = [(f"{i}", (5,) * length) for i, length in enumerate((1, 3, 30, 9, 61, 2))]
-        _, last = run(engine, [Request(name, ids, greedy(20)) for name, ids in asked])
-        assert {output.finish_reason for output in last.values()} == {"length"}
+        yield
     # Nor was another one loaded, which a store that other tests have filled would allow.
     assert {key for key, _ in programs.items()} == warmed
+
+
+def test_the_plain_programs_are_what_requests_of_any_length_and_number_need():
+    engine = tiny_engine()
+    asked = [(f"{i}", (5,) * length) for i, length in enumerate((1, 3, 30, 9, 61, 2))]
+    with plain_greedy_programs(engine):
+        _, last = run(engine, [Request(name, ids, greedy(20)) for name, ids in asked])
+    assert {output.finish_reason for output in last.values()} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "fields"),
+    [
+        pytest.param((1,), 9, {}, id="a prompt of one token"),
+        pytest.param((33,), 9, {}, id="one left by a chunk"),
+        pytest.param((17, 17, 33), 9, {}, id="all but one cached"),
+        pytest.param((5, 20), 9, {"max_chunk_tokens": 1}, id="each alone"),
+        pytest.param((1, 33), 0, {}, id="nothing to draw"),
+        pytest.param((10, 10, 10, 10), 36, {"num_pages": 7, "max_model_len": 80}, id="preempted"),
+    ],
+)
+@pytest.mark.parametrize("loop", LOOPS[1:])
+def test_a_prompts_token_that_comes_alone_runs_the_loops_program(lengths, most, fields, loop):
+    """One after the other, or at once when they are to take each other's pages."""
+    prompt = prompts(1, 3, longest=41)[0] * 40
+    asked = [Request(f"{i}", prompt[:n], greedy(most)) for i, n in enumerate(lengths)]
+    plain = tiny_engine(**PLAIN)
+    expected = [run(plain, [request])[0][request.request_id] for request in asked]
+    engine, found = tiny_engine(**loop, **fields), {}
+    with plain_greedy_programs(engine):
+        for group in [asked] if "num_pages" in fields else [[request] for request in asked]:
+            found |= run(engine, group, every_step=lambda e: e.check())[0]
+    assert list(found.values()) == expected
+    assert (engine.stats().preemptions > 0) == ("num_pages" in fields)
+    assert (engine.stats().cached_tokens > 0) == (len(lengths) == 3)
+    check_pages_free(engine)
 
 
 @pytest.mark.parametrize("decode_steps", [1, 8])
