@@ -166,12 +166,14 @@ class Runner:
         self.cache, logits, states = self._call(
             ProgramKey("forward", bucket), self._weights, self.cache, self.last_tokens, packed
         )
-        prompt_report, prompt_top_n = self._prompt_logprobs(batch, bucket, states)
-        packed = None
+        prompt, pooled, packed = (None, 0), None, None
+        if any(map(packing.wants_states, batch.rows)):
+            hidden = self._hidden(bucket, states)
+            prompt = self._prompt_logprobs(batch, bucket, hidden)
+            pooled = self._pool(batch, bucket, hidden)
         if any(row.samples for row in batch.rows):
             packed = packing.pack_sample(batch.rows, bucket.rows)
-        pooled = self._pool(batch, bucket, states)
-        return Forwarded(batch, flags, logits, packed, prompt_report, prompt_top_n, pooled)
+        return Forwarded(batch, flags, logits, packed, *prompt, pooled)
 
     def sample(self, step: Forwarded, mask: np.ndarray | None = None) -> InFlight:
         """Queue the sampling of a forwarded batch.
@@ -206,20 +208,16 @@ class Runner:
         return InFlight(batch, flags, report)
 
     def _prompt_logprobs(
-        self, batch: ScheduledBatch, bucket: Bucket, states: step.States
+        self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array
     ) -> tuple[jax.Array | None, int]:
-        wanted = [
-            row.request.params.prompt_logprobs
-            for row in batch.rows
-            if row.start + 1 < row.prompt_len
-        ]
-        if all(n is None for n in wanted):
+        """Log-probability columns of the prompts' tokens, i32[T, W], and how many likeliest."""
+        wanted = [row.request.params.prompt_logprobs for row in filter(packing.predicts, batch.rows)]
+        if not wanted:
             return None, 0
         most = max(n or 0 for n in wanted)
         flags = SamplingFlags(logprobs=min(b for b in LOGPROB_BUCKETS if b >= most))
         key = ProgramKey("prompt_logprobs", flags=flags, size=bucket.tokens)
         targets = packing.prompt_targets(batch, bucket)
-        hidden = self._hidden(bucket, states)
         report = self._call(key, self._weights, hidden, targets)
         fetch(report)
         return report, flags.logprobs
@@ -230,12 +228,11 @@ class Runner:
             return states
         return self._call(ProgramKey("states", size=bucket.tokens), self._weights, states)
 
-    def _pool(self, batch: ScheduledBatch, bucket: Bucket, states: step.States) -> jax.Array | None:
+    def _pool(self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array) -> jax.Array | None:
         """Sums of the hidden states that embeddings are made of, f32[max_num_seqs, E]."""
         if not any(map(packing.pools, batch.rows)):
             return None
         rows = packing.pooled_rows(batch, bucket, self.settings.max_num_seqs)
-        hidden = self._hidden(bucket, states)
         sums = self._call(ProgramKey("pool", size=bucket.tokens), hidden, rows)
         fetch(sums)
         return sums

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from tiny import drain, run, tiny_engine
 
 from octavo.sampling.params import SamplingParams
+from octavo.serve.compile import ProgramKey, Programs
 from octavo.serve.types import Request
 
 
@@ -38,6 +41,31 @@ def test_steps_go_to_the_device_by_the_short_way(monkeypatch):
     tokens, _ = run(engine, requests)
     assert tokens == expected == again
     assert slow == []
+
+
+def test_hidden_states_are_made_once_a_step_whoever_wants_them(monkeypatch):
+    engine = tiny_engine()
+    requests = [
+        Request("scored", (5, 6, 7), greedy(1, prompt_logprobs=2)),
+        Request("scored too", (5, 6, 7, 8), greedy(1, prompt_logprobs=0)),
+        Request("embedded", (8, 9), greedy(0), pooling="mean"),
+    ]
+    ran: list[ProgramKey] = []
+    get = Programs.get
+    monkeypatch.setattr(Programs, "get", lambda *args: ran.append(args[1]) or get(*args))
+    _, together = run(engine, requests)
+    assert sorted(key.kind for key in ran) == [
+        *("forward", "pool", "prompt_logprobs", "sample", "states")
+    ]
+    ran.clear()
+    _, alone = run(engine, requests[:1])
+    values = [[e.logprob for e in last["scored"].prompt_logprobs[1:]] for last in (together, alone)]
+    assert values[0] == pytest.approx(values[1], abs=1e-5)
+    _, alone = run(engine, requests[2:])
+    values = [np.frombuffer(last["embedded"].embedding, "<f4") for last in (together, alone)]
+    assert values[0] == pytest.approx(values[1], abs=1e-5)
+    run(engine, [Request("neither", (5, 6, 7), greedy(1))])
+    assert [key.kind for key in ran].count("states") == 2
 
 
 def test_an_idle_engine_dispatches_at_once():
