@@ -41,7 +41,7 @@ class EngineConfig:
     decode_block: str = setting(
         AUTO,
         "what does all between two attentions in decode steps of up to 128 rows: one of "
-        f"{', '.join(DECODE_BLOCKS)}; mosaic: one kernel, not measured yet; auto: xla",
+        f"{', '.join(DECODE_BLOCKS)}; mosaic: one kernel, no faster for 8B shapes; auto: xla",
     )
     matmul: str = setting(
         AUTO,
