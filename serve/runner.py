@@ -211,7 +211,8 @@ class Runner:
         self, batch: ScheduledBatch, bucket: Bucket, hidden: jax.Array
     ) -> tuple[jax.Array | None, int]:
         """Log-probability columns of the prompts' tokens, i32[T, W], and how many likeliest."""
-        wanted = [row.request.params.prompt_logprobs for row in filter(packing.predicts, batch.rows)]
+        rows = filter(packing.predicts, batch.rows)
+        wanted = [row.request.params.prompt_logprobs for row in rows]
         if not wanted:
             return None, 0
         most = max(n or 0 for n in wanted)
