@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
+from octavo.attention.hopper import MULTIPROCESSORS, SMEM_BYTES
 from octavo.attention.splits import BLOCK
 
 TILE_ROWS = 64
 """Rows of a wgmma tile; the query heads of a KV head times the queries of a row must fit in it."""
-
-SMEM_BYTES = 227 * 1024
 
 BARRIER_BYTES = 2048
 
@@ -29,7 +28,7 @@ class DecodeTuning:
     chunk: int = 1024
     stages: int = 2
     pairs: int = 2
-    num_blocks: int = 132
+    num_blocks: int = MULTIPROCESSORS
     interpreted: bool = False
 
     def __post_init__(self) -> None:

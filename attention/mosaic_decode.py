@@ -12,9 +12,6 @@ With a front (`mosaic_raw.py`) the kernel takes the raw projections of rows of o
 warpgroups normalise and turn queries and keys, and write the new keys (`mosaic_front.py`).
 """
 
-# pyright: reportAbstractUsage=false
-# Pallas leaves an abstract method on the transforms that it exports.
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -28,7 +25,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, DTypeLike, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
-from octavo.attention.decode_tuning import SMEM_BYTES, TILE_ROWS, DecodeTuning, default_tuning
+from octavo.attention.decode_tuning import TILE_ROWS, DecodeTuning, default_tuning
+from octavo.attention.hopper import SMEM_BYTES, swizzled
 from octavo.attention.mosaic_front import Ahead, FrontRefs, FrontSpec, keep_plain
 from octavo.attention.splits import (
     BLOCK,
@@ -204,12 +202,11 @@ def traced_kernel(
 def _scratch(dtype: DTypeLike, tuning: DecodeTuning, shape: TileShape, raw: bool) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `_Buffers`."""
     head_dim, pairs, stages = shape.head_dim, tuning.pairs, tuning.stages
-    swizzle = 128 if head_dim % 64 == 0 else 64
-    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    ring = plgpu.SMEM((pairs, stages, BLOCK, head_dim), dtype, transforms=transforms)
+    columns = 64 if head_dim % 64 == 0 else 32
+    ring = swizzled((pairs, stages, BLOCK, head_dim), dtype, columns)
     loaded = plgpu.Barrier(num_arrivals=shape.copies, num_barriers=pairs * stages)
     released = plgpu.Barrier(num_barriers=pairs * stages)
-    q_tile = plgpu.SMEM((pairs, TILE_ROWS, head_dim), dtype, transforms=transforms)
+    q_tile = swizzled((pairs, TILE_ROWS, head_dim), dtype, columns)
     scratch: dict[str, Any] = {
         "q_tile": q_tile,
         "k_ring": ring,
@@ -232,8 +229,7 @@ def _scratch(dtype: DTypeLike, tuning: DecodeTuning, shape: TileShape, raw: bool
         else:
             scratch["q_tile"] = plgpu.RefUnion(q_tile, plain)
     if tuning.interpreted:
-        full = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        scratch["w_tile"] = plgpu.SMEM((pairs, TILE_ROWS, BLOCK), dtype, transforms=full)
+        scratch["w_tile"] = swizzled((pairs, TILE_ROWS, BLOCK), dtype, 64)
     return scratch
 
 

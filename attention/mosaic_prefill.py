@@ -1,5 +1,3 @@
-# pyright: reportAbstractUsage=false
-# Pallas leaves an abstract method on the transforms that it exports.
 """Ragged paged prefill for Hopper in Pallas Mosaic GPU: chunks, cached prefixes and decode rows.
 
 The queries of a KV head's group are the rows (token, head) of a tile: two compute warpgroups of up
@@ -29,8 +27,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from octavo.attention.contract import AttentionMeta, AttentionSpec
+from octavo.attention.hopper import SMEM_BYTES, swizzled
 from octavo.attention.mosaic_decode import (
-    SMEM_BYTES,
     TMA_BYTES,
     Ref,
     base2,
@@ -111,20 +109,17 @@ def _traced_kernel(
     del mesh  # part of the key only: a trace belongs to the mesh it was made under
     grouped, head_dim = avals[3], shape.head_dim
     dtype = grouped.dtype
-    swizzle = 128 if head_dim % 64 == 0 else 64
-    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     copies = max(1, tuning.block // shape.page_size)
 
     def ring(stages: int) -> Any:
-        return plgpu.SMEM((stages, tuning.block, head_dim), dtype, transforms=transforms)
+        return swizzled((stages, tuning.block, head_dim), dtype, shape.slice)
 
     slices, width = head_dim // shape.slice, shape.slice
     apart = tuning.results_apart(head_dim)
     # Tiles a warpgroup: queries of this item and of the next, results.
-    lines = plgpu.SMEM((2, 2 + apart, slices, WG_ROWS, width), dtype, transforms=transforms)
+    lines = swizzled((2, 2 + apart, slices, WG_ROWS, width), dtype, width)
     by_token = (2, 2 + apart, slices, shape.wg_tokens, shape.group, width)
-    heads = (plgpu.TilingTransform((shape.group, width)), plgpu.SwizzleTransform(swizzle))
-    tokens = plgpu.SMEM(by_token, dtype, transforms=heads)
+    tokens = swizzled(by_token, dtype, width, rows=shape.group)
     scratch = {
         "items": plgpu.SMEM((ITEMS, ITEM), jnp.int32),
         "tiles": (lines, tokens) if tuning.interpreted else plgpu.RefUnion(lines, tokens),
@@ -140,8 +135,7 @@ def _traced_kernel(
         "turn": plgpu.Barrier(num_arrivals=2),
     }
     if tuning.interpreted:
-        full = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        scratch["w_tile"] = plgpu.SMEM((2, WG_ROWS, tuning.block), dtype, transforms=full)
+        scratch["w_tile"] = swizzled((2, WG_ROWS, tuning.block), dtype, 64)
     kernel = plgpu.kernel(
         partial(_kernel, shape=shape, spec=spec, tuning=tuning),
         out_type=[grouped],

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from octavo.attention.hopper import MULTIPROCESSORS
+
 WG_ROWS = 64
 """Rows of a compute warpgroup's tile, token and query head of a KV head."""
 
@@ -21,7 +23,7 @@ class PrefillTuning:
     block: int = 128
     key_stages: int = 2
     value_stages: int = 2
-    num_blocks: int = 132
+    num_blocks: int = MULTIPROCESSORS
     interpreted: bool = False
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
+from octavo.attention.hopper import MULTIPROCESSORS
 from octavo.bench.shapes import FOLDER
 from octavo.bench.timing import median_seconds
 from octavo.model import decoder
@@ -169,7 +170,7 @@ def variants(case: Case) -> Iterator[tuple[str, BlockTuning, BlockPlan]]:
     yield IN_USE, tuning, plan
     if not _SWEEP.value or case.rows not in SWEPT_ROWS:
         return
-    yield "132 blocks", replace(tuning, num_blocks=132), plan
+    yield f"{MULTIPROCESSORS} blocks", replace(tuning, num_blocks=MULTIPROCESSORS), plan
     for ring, rows in ((21, 3), (18, 6), (16, 8), (12, 4), (8, 4)):
         yield f"rings {ring}, {rows}", replace(tuning, ring=ring, activation_ring=rows), plan
     for name in MATRICES:
@@ -179,7 +180,7 @@ def variants(case: Case) -> Iterator[tuple[str, BlockTuning, BlockPlan]]:
                 other = replace(product, tiles=tiles, splits=splits)
             except ValueError:
                 continue
-            if other != product and 96 <= other.items <= 132:
+            if other != product and 96 <= other.items <= MULTIPROCESSORS:
                 yield f"{name} {tiles} x {splits}", tuning, replace(plan, **{name: other})
 
 

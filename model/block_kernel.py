@@ -5,9 +5,6 @@ fetch go through the same items in the same order as the third and are slowed by
 in their rings and, for activations, the barriers of the grid.
 """
 
-# pyright: reportAbstractUsage=false
-# Pallas leaves an abstract method on the transforms that it exports.
-
 from functools import partial
 from typing import Any, NamedTuple
 

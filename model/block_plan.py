@@ -21,6 +21,8 @@ With 128 blocks (bytes of bfloat16 weights a block streams; of activations it re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from octavo.attention.hopper import SMEM_BYTES
+
 TILE = 64
 """Columns of a tile, depth of a step and rows of a wgmma: 128 bytes of bfloat16 in each line."""
 
@@ -29,7 +31,6 @@ MAX_TILES = 4
 
 MAX_SPLITS = 16
 
-SMEM_BYTES = 227 * 1024
 TILE_BYTES = TILE * TILE * 2
 BARRIER_BYTES = 4096
 

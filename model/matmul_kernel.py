@@ -6,9 +6,6 @@ one half each of the weights, for both: a place of the ring is free when the war
 done with it.
 """
 
-# pyright: reportAbstractUsage=false
-# Pallas leaves an abstract method on the transforms that it exports.
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from octavo.attention.hopper import MULTIPROCESSORS, SMEM_BYTES
+
 ROWS = 128
 """Rows of a block in a tile: 64 for each of the two warpgroups that multiply."""
 
@@ -23,8 +25,6 @@ STEP = 64
 WIDTHS = (64, 96, 128, 192, 256)
 """Columns that a tile may have."""
 
-MULTIPROCESSORS = 132
-SMEM_BYTES = 227 * 1024
 BARRIER_BYTES = 1024
 STAGED_BYTES = 2 * 2 * 64 * 128
 """Where results leave from: two lots a warpgroup, of 64 rows of 128 bytes."""

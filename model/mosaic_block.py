@@ -16,9 +16,6 @@ All blocks must be on the device at once: they wait for each other. Nothing that
 kernel may run beside it (two such kernels at once, as MPS allows, could wait for ever).
 """
 
-# pyright: reportAbstractUsage=false
-# Pallas leaves an abstract method on the transforms that it exports.
-
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Int32
 
+from octavo.attention.hopper import swizzled
 from octavo.model.block_kernel import NUM_BARRIERS, BlockInputs, BlockOutputs, block_kernel
 from octavo.model.block_plan import TILE, BlockShape, BlockTuning, Product
 
@@ -93,14 +91,12 @@ def _out_types(shape: BlockShape) -> list[jax.ShapeDtypeStruct]:
 
 def _scratch(tuning: BlockTuning) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Smem`."""
-    half = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    single = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
     tiles, activations, parts = tuning.ring, tuning.activation_ring, tuning.row_tiles
     scratch = {
-        "ring": plgpu.SMEM((tiles, TILE, TILE), jnp.bfloat16, transforms=half),
-        "rows": plgpu.SMEM((activations, parts, TILE, TILE), jnp.bfloat16, transforms=half),
-        "sums": plgpu.SMEM((parts, TILE, TILE), jnp.float32, transforms=single),
-        "gated": plgpu.SMEM((parts, TILE, TILE), jnp.bfloat16, transforms=half),
+        "ring": swizzled((tiles, TILE, TILE), jnp.bfloat16, 64),
+        "rows": swizzled((activations, parts, TILE, TILE), jnp.bfloat16, 64),
+        "sums": swizzled((parts, TILE, TILE), jnp.float32, 32),
+        "gated": swizzled((parts, TILE, TILE), jnp.bfloat16, 64),
         "ring_ready": plgpu.Barrier(num_barriers=tiles),
         "ring_free": plgpu.Barrier(num_arrivals=parts, num_barriers=tiles),
         "rows_ready": plgpu.Barrier(num_arrivals=parts, num_barriers=activations),

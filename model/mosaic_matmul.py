@@ -7,9 +7,6 @@ silu(gate) * up, and the sum with the residual. `matmul_plan` has the tiles, `ma
 block does. Any number of rows: TMA reads zeros beyond them and leaves out stores there.
 """
 
-# pyright: reportAbstractUsage=false
-# Pallas leaves an abstract method on the transforms that it exports.
-
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, BFloat16
 
+from octavo.attention.hopper import swizzled
 from octavo.model.matmul_kernel import WG_ROWS, matmul_kernel
 from octavo.model.matmul_plan import (
     CLUSTER,
@@ -112,15 +110,15 @@ def _scratch(shape: MatmulShape, tuning: MatmulTuning) -> dict[str, Any]:
     # Lines of 128 bytes, or of 64 where a width is no multiple of that.
     lines = [64 if width % 64 == 0 else 32 for width in widths]
     weights = [
-        _swizzled((stages, parts, STEP, width), jnp.bfloat16, line)
+        swizzled((stages, parts, STEP, width), jnp.bfloat16, line)
         for width, line in zip(widths, lines)
     ]
     # A wgmma's operands have lines of one length.
-    rows = [_swizzled((stages, ROWS, STEP), jnp.bfloat16, line) for line in lines]
+    rows = [swizzled((stages, ROWS, STEP), jnp.bfloat16, line) for line in lines]
     if shape.epilogue is Epilogue.SUMS:
-        staged = _swizzled((2, 2, WG_ROWS, 32), jnp.float32, 32)
+        staged = swizzled((2, 2, WG_ROWS, 32), jnp.float32, 32)
     else:
-        staged = _swizzled((2, 2, WG_ROWS, min(lines)), jnp.bfloat16, min(lines))
+        staged = swizzled((2, 2, WG_ROWS, min(lines)), jnp.bfloat16, min(lines))
     return {
         "rows": plgpu.RefUnion(*rows) if len(rows) > 1 else rows[0],
         "weights": plgpu.RefUnion(*weights) if len(weights) > 1 else weights[0],
@@ -131,10 +129,3 @@ def _scratch(shape: MatmulShape, tuning: MatmulTuning) -> dict[str, Any]:
         ),
         "fetched": plgpu.Barrier(num_barriers=4),
     }
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """Shared memory in lines of so many columns, as TMA and wgmma take it."""
-    line = columns * jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(line))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)

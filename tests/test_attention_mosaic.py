@@ -26,7 +26,8 @@ from jax.sharding import use_abstract_mesh
 from octavo.attention import mosaic_write
 from octavo.attention.api import attend, write
 from octavo.attention.contract import AttentionSpec
-from octavo.attention.decode_tuning import SMEM_BYTES, DecodeTuning, default_tuning
+from octavo.attention.decode_tuning import DecodeTuning, default_tuning
+from octavo.attention.hopper import SMEM_BYTES
 from octavo.attention.mosaic_decode import decode_mosaic
 from octavo.attention.mosaic_prefill import PrefillTuning, default_prefill_tuning, prefill_mosaic
 from octavo.attention.splits import count_chunks, decode_work
