@@ -4,7 +4,7 @@ A persistent grid of thread blocks, one a multiprocessor, in clusters of two tha
 of a tile; in each block one warpgroup fetches by TMA and two multiply tiles of 64 rows by up to 256
 columns. What XLA does in passes over memory after a product, the results do on their way out:
 silu(gate) * up, and the sum with the residual. `matmul_plan` has the tiles, `matmul_kernel` what a
-block does. Any number of rows: TMA reads zeros beyond them and leaves out stores there.
+block does. TMA reads zeros beyond a tile's last row and leaves out stores there.
 """
 
 from functools import cache, partial
@@ -30,7 +30,8 @@ from octavo.model.matmul_plan import (
 )
 
 TMA_ELEMENTS = 8
-"""What depth and width are multiples of: TMA's lines begin at multiples of 16 bytes."""
+"""What rows, depth and width are multiples of: TMA's lines begin at multiples of 16 bytes, and Mosaic
+cuts rows into swizzle tiles of 8."""
 
 
 def matmul(
@@ -51,8 +52,9 @@ def matmul(
     """
     depth, width = weight.shape
     width = width // 2 if gated else width
-    if depth % TMA_ELEMENTS or width % TMA_ELEMENTS:
-        raise NotImplementedError(f"a matrix [{depth}, {width}]: takes multiples of {TMA_ELEMENTS}")
+    if any(size % TMA_ELEMENTS for size in (len(x), depth, width)):
+        sizes = f"{len(x)} rows by [{depth}, {width}]"
+        raise NotImplementedError(f"{sizes}: takes multiples of {TMA_ELEMENTS}")
     epilogue = Epilogue.GATED if gated else Epilogue.PLAIN
     epilogue = epilogue if residual is None else Epilogue.RESIDUAL
     tuning = tuning or choose(len(x), depth, width, epilogue)

@@ -45,7 +45,7 @@ def matmul_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
 
 def by_kernel(impl: str, product: str, rows: int) -> bool:
     """Whether a product of that name of so many rows is the kernel's under "mosaic", or "xla"."""
-    ranges = WINS[product] if impl == "mosaic" else ()
+    ranges = WINS[product] if impl == "mosaic" and rows % TMA_ELEMENTS == 0 else ()
     return any(first <= rows and (last is None or rows <= last) for first, last in ranges)
 
 

@@ -137,7 +137,7 @@ def test_the_kernel_between_attentions_gives_the_graphs_tokens(name, tmp_path):
     assert_same_tokens(model, blocks, max_num_seqs=64)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "qwen2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_untied", "qwen2", "gemma3_text"])
 def test_products_of_many_rows_give_the_graphs_tokens(name, tmp_path):
     """As above; prompts in a step of 1,024 tokens (above in steps of 256)."""
     model = resized(name, 128, tmp_path)
