@@ -30,8 +30,8 @@ from octavo.model.matmul_plan import (
 )
 
 TMA_ELEMENTS = 8
-"""What rows, depth and width are multiples of: TMA's lines begin at multiples of 16 bytes, and Mosaic
-cuts rows into swizzle tiles of 8."""
+"""What rows, depth and width are multiples of: TMA's lines begin at multiples of 16 bytes, and
+Mosaic cuts rows into swizzle tiles of 8."""
 
 
 def matmul(
