@@ -51,6 +51,8 @@ CONTROL_POLL_MS = 5
 # How long a core that can't start waits for its supervisor to connect and hear why.
 LAST_WORDS_MS = 10_000
 MESSAGES_PER_TURN = 1024
+NAP = 0.0001
+"""Seconds between looks at what has arrived in the last millisecond before a dispatch."""
 # A step that raises fails the requests in flight; this many in a row mean the engine is broken.
 MAX_STEP_FAILURES = 3
 
@@ -133,8 +135,11 @@ class CoreLoop:
 
     def await_newcomers(self) -> None:
         """Take what arrives while the device has enough to do: it goes with the next dispatch."""
-        while not self._stopping and (wait_ms := int(self._engine.slack() * 1000)):
+        while not self._stopping and (slack := self._engine.slack()) > NAP:
+            wait_ms = int(slack * 1000)
             self.receive(wait_ms)
+            if not wait_ms:  # zmq's waits are of whole milliseconds, of a step that takes a few
+                time.sleep(NAP)
 
     def step(self) -> bool:
         """One engine step, its events sent; False when the engine is beyond use."""

@@ -300,7 +300,7 @@ def test_who_arrives_while_the_device_is_busy_goes_with_the_next_dispatch(make, 
     harness = make()
     client = harness.client(b"api")
     harness.send(client, Hello())
-    order, left = [], [0.5, 0.0004]
+    order, left = [], [0.5, 0.0004, 0.00005]
     added, step = harness.engine.add, harness.engine.step
     monkeypatch.setattr(harness.engine, "slack", lambda: left.pop(0) if left else 0.0)
     monkeypatch.setattr(harness.engine, "add", lambda r: (order.append("add"), added(r)))
