@@ -57,3 +57,31 @@ def test_bfloat16_stays_near_the_reference():
     assert logits.dtype == jnp.float32
     error = np.asarray(logits) - prompts[2].logits
     assert np.sqrt((error**2).mean()) <= 0.05 * std
+
+
+def test_outside_of_a_jit_nothing_is_compiled_twice():
+    """As README has it: the logits, and a gradient."""
+    config, params = config_of("llama_tied"), params_of("llama_tied")
+    tokens = jnp.asarray([5, 9, 2, 77], jnp.int32)
+    spread = jax.grad(lambda params: model_forward.forward(config, params, tokens).std())
+
+    def both():
+        model_forward.forward(config, params, tokens)
+        spread(params)
+
+    both()
+    compiled: list[str] = []
+
+    def noted(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(noted)
+    try:
+        jax.jit(lambda x: x + 1)(jnp.float32(1))
+        assert compiled, "compiles are seen"
+        compiled.clear()
+        both()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(noted)
+    assert compiled == []
