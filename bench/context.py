@@ -16,6 +16,8 @@ from absl import flags
 
 from octavo.bench.engine import EngineBench, settings, steady_gaps
 from octavo.bench.report import flag_values, rounded
+from octavo.model.checkpoint.json_file import read_json
+from octavo.model.checkpoint.resolve import resolve_model
 from octavo.serve.configfile import LoadedConfig
 from octavo.serve.flags import UsageError
 
@@ -91,9 +93,10 @@ class Progress:
 
 def stretched(model: str, positions: int, folder: Path) -> str:
     """A copy of a shape with at least so many positions; its path."""
-    shape = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    shape["max_position_embeddings"] = max(positions, shape["max_position_embeddings"])
-    target = folder / Path(model).name
+    source = resolve_model(model)
+    shape = read_json(source / "config.json")
+    shape["max_position_embeddings"] = max(positions, shape.get("max_position_embeddings", 0))
+    target = folder / source.name
     target.mkdir()
     (target / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     return str(target)

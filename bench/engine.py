@@ -30,7 +30,7 @@ from octavo.bench.pace import pace
 from octavo.bench.report import Results, flag_values, percentile, rounded
 from octavo.bench.shapes import shape
 from octavo.bench.trace import trace, trace_prefill
-from octavo.bench.workload import DEFAULT, load, random_prompts
+from octavo.bench.workload import DEFAULT, Workload, load, random_prompts
 from octavo.serve.config import AUTO, EngineConfig
 from octavo.serve.configfile import LoadedConfig
 from octavo.serve.flags import UsageError
@@ -124,6 +124,9 @@ class EngineBench:
 
         self._request, self._params = Request, SamplingParams
         self.flag = flag_values(values)
+        self._mix = load(self.flag["workload"]) if "throughput" in measures else Workload("", 0)
+        if any("prompt" not in one.source for one in self._mix.written or ()):
+            raise ValueError(f"workload {self.flag['workload']}: throughput reads prompts alone")
         self.llm = LLM(config=config)
         self.engine = self.llm.engine
         self.device: Ceilings | None = CEILINGS.get(devices.kinds()[0])
@@ -264,9 +267,8 @@ class EngineBench:
 
     def throughput(self) -> None:
         """One unreported and --repeats reported runs of the workload through `LLM.generate`."""
-        mix = load(self.flag["workload"])
         vocab = self.engine.model_config.vocab_size
-        asked = mix.requests(len(mix), vocab=vocab, text=False)
+        asked = self._mix.requests(len(self._mix), vocab=vocab, text=False)
         prompts = [one.source["prompt"] for one in asked]
         params = [
             self._params(temperature=0.0, max_tokens=one.max_tokens, ignore_eos=True)

@@ -34,7 +34,7 @@ from octavo.bench import engine as engine_bench
 from octavo.bench.report import Results, flag_values, rounded
 from octavo.serve.config import EngineConfig
 from octavo.serve.configfile import LoadedConfig
-from octavo.serve.flags import UsageError
+from octavo.serve.flags import UsageError, reason_of
 
 STAGES = ("import", "device", "weights", "sizes", "programs", "first")
 HELP = """[--flags]
@@ -87,7 +87,7 @@ def run(config: LoadedConfig, values: flags.FlagValues, rest: list[str]) -> int:
 
 
 def start_once(config: EngineConfig, prompt: int, limit: int) -> dict[str, Any]:
-    """The timeline of one start in a process of its own; RuntimeError if it fails."""
+    """The timeline of one start in a process of its own; ValueError if it fails."""
     begun = time.time()
     order = json.dumps({"begun": begun, "prompt": prompt, "config": asdict(config)})
     command = [sys.executable, "-m", "octavo.bench.startup"]
@@ -95,7 +95,8 @@ def start_once(config: EngineConfig, prompt: int, limit: int) -> dict[str, Any]:
         command, input=order, capture_output=True, text=True, timeout=limit, check=False
     )
     if done.returncode:
-        raise ValueError(f"the engine did not start: {done.stderr.strip()[-500:]}")
+        reason = done.stdout.strip() or done.stderr.strip()[-500:]
+        raise ValueError(f"the engine did not start: {reason}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -108,7 +109,10 @@ def compared(one: str, other: str, limit: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The started process: reads its order from standard input, prints its timeline."""
+    """The started process: reads its order from standard input, prints its timeline.
+
+    A model or settings that are refused: the reason instead, and exit code 1.
+    """
     order = json.load(sys.stdin)
     ends: dict[str, float] = {}
 
@@ -121,7 +125,11 @@ def main() -> None:
 
     end = elapsed()
     ends["import_s"] = rounded(end) or 0.0
-    engine = build_engine(EngineConfig(**order["config"]))
+    try:
+        engine = build_engine(EngineConfig(**order["config"]))
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(reason_of(error))
+        sys.exit(1)
     assert engine.timeline
     for stage, seconds in engine.timeline.seconds.items():
         end += seconds

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.serve.flags import reason_of
+
 DEFAULT = Path(__file__).parent / "workload.json"
 _COMMON = (
     "the of and to in that was with for on as his they at be this from have or by one had not but "
@@ -70,7 +72,10 @@ def load(path: str | Path = DEFAULT, seed: int | None = None) -> Workload:
     Raises ValueError for a file that is no workload.
     """
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"workload {reason_of(error)}") from None
     if path.suffix == ".jsonl":
         asked = [_written(i, line, path) for i, line in enumerate(text.splitlines()) if line]
         lens = [one.max_tokens for one in asked]

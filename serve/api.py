@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from octavo.model.checkpoint.resolve import ModelNotFoundError, resolve_model
 from octavo.serve import errors
 from octavo.serve.app import create_app
 from octavo.serve.client import EngineClient
@@ -41,7 +42,6 @@ class Parts:
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, None when it has none."""
-    from octavo.model.checkpoint.resolve import resolve_model
     from octavo.serve.tokenizer_files import load_tokenizer
 
     return load_tokenizer(config.tokenizer or resolve_model(config.model))
@@ -96,11 +96,15 @@ class ApiServer:
         )
 
     async def loaded(self) -> None:
-        """Load the tokenizer; raises what its loading raises."""
+        """Load the tokenizer; RuntimeError that says what can't be found or read."""
         loop = asyncio.get_running_loop()
-        self.context.attach_tokenizer(
-            await loop.run_in_executor(self.context.executor, self._tokenizer)
-        )
+        try:
+            tokenizer = await loop.run_in_executor(self.context.executor, self._tokenizer)
+            self.context.attach_tokenizer(tokenizer)
+        except ModelNotFoundError as error:
+            raise RuntimeError(str(error)) from error
+        except Exception as error:
+            raise RuntimeError(f"the tokenizer can't be loaded: {error}") from error
         freeze_loaded()
 
     async def run(self) -> None:

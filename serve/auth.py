@@ -125,7 +125,7 @@ class KeyRing:
             if self._seen == before:
                 return
             self._keys = (*self._fixed, *read_keys(self._path))
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             if self._seen != before:
                 log.error("the API keys stay as they were: %s", error)
             return
@@ -151,11 +151,13 @@ def read_keys(path: Path) -> list[ApiKey]:
     """The keys of a file: a line each, NAME:KEY[:REQUESTS_PER_MINUTE[:CONCURRENCY]].
 
     An empty number is no limit; empty lines and those that begin with # are skipped. ValueError
-    names file and line, never the key; OSError if the file can't be read.
+    names file and line, never the key.
     """
     keys: dict[str, ApiKey] = {}
     try:
         text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"api_key_file {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"api_key_file {path}: {error}") from None
     for number, line in enumerate(text.splitlines(), 1):
@@ -193,6 +195,9 @@ def _digest(secret: bytes) -> bytes:
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file is rewritten or replaced."""
-    found = path.stat()
+    """Changes whenever the file is rewritten or replaced; ValueError if it can't be found."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ValueError(f"api_key_file {path}: {error.strerror}") from None
     return found.st_mtime_ns, found.st_size, found.st_ino

@@ -35,7 +35,7 @@ def build(config: EngineConfig) -> str:
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        raise ValueError(f"nothing can be kept in artefact_dir {root}: {error}") from None
+        raise ValueError(f"nothing can be kept in artefact_dir {root}: {error.strerror}") from None
     from octavo.serve.launch import build_engine
 
     engine = build_engine(replace(config, warmup="all", progress=True))
@@ -79,6 +79,8 @@ def compare(config: EngineConfig, other: str) -> tuple[list[str], bool]:
     Artefacts that this installation can use are paired by name: built for the same model, settings
     and machine. ValueError if none can be.
     """
+    if not Path(other).is_dir():
+        raise ValueError(f"same_as: folder {other} does not exist")
     environment = _environment()
     here, there = (
         {one.folder.name: one for one in artefacts(root) if _usable(one, environment)}

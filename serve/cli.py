@@ -16,7 +16,7 @@ import octavo.serve
 from octavo.serve import cli_text
 from octavo.serve.config import EngineConfig, ServerConfig
 from octavo.serve.configfile import LoadedConfig
-from octavo.serve.flags import UsageError, define_settings, parse_settings, settings_help
+from octavo.serve.flags import UsageError, define_settings, parse_settings, reason_of, settings_help
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
@@ -99,8 +99,9 @@ def _run(command: Command, name: str, args: list[str]) -> int:
         rest = values(args)[1:]
         config = parse_settings(values, command.settings)
     except (flags.Error, ValueError, AttributeError, KeyError, OSError) as error:
-        message = " ".join(str(error.args[0] if error.args else error).split())
-        print(f"{name}: {message}", file=sys.stderr)
+        quoted = isinstance(error, KeyError | AttributeError) and error.args
+        message = error.args[0] if quoted else reason_of(error)
+        print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr)
         return 2
     try:
         return command.run(config, values, rest)
@@ -113,7 +114,7 @@ def _run(command: Command, name: str, args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, NotImplementedError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {reason_of(error)}", file=sys.stderr)
     except ModuleNotFoundError as error:
         extra = f"; pip install 'octavo[{command.extra}]'" if command.extra else ""
         print(f"{name}: {error}{extra}", file=sys.stderr)
@@ -144,6 +145,11 @@ def batch(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> i
     if len(paths) != 2:
         raise UsageError("batch needs two files: octavo batch IN.jsonl OUT.jsonl")
     source, target = map(Path, paths)
+    if not source.is_file():
+        missing = "is no regular file" if source.exists() else "does not exist"
+        raise ValueError(f"IN.jsonl: {source} {missing}")
+    if not target.parent.is_dir():
+        raise ValueError(f"OUT.jsonl: folder {target.parent} does not exist")
     names = tuple(values["served_model_name"].value or ())
     at_once = int(values["at_once"].value or 1)
     report = asyncio.run(run_batch(config.engine, source, target, names=names, at_once=at_once))

@@ -13,7 +13,7 @@ from absl import flags
 
 from octavo.sampling.params import SamplingParams
 from octavo.serve.configfile import LoadedConfig
-from octavo.serve.flags import UsageError
+from octavo.serve.flags import UsageError, reason_of
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -90,13 +90,25 @@ def generate(config: LoadedConfig, values: flags.FlagValues, prompts: list[str])
     if not texts:
         if sys.stdin.isatty():
             raise UsageError("no prompt: give one as an argument, or on standard input")
-        texts = [sys.stdin.read().removesuffix("\n")]  # the line break that echo adds
+        texts = [_standard_input()]
     llm = _loaded(config)
     for fields, one in zip(samplings, wanted, strict=True):
         for output in llm.generate(texts, llm.default_params(**one)):
             for sample in output.outputs:
                 print(json.dumps({**fields, "prompt": output.prompt, **dataclasses.asdict(sample)}))
     return 0
+
+
+def _standard_input() -> str:
+    """The prompt there, without the line break that echo adds."""
+    try:
+        text = sys.stdin.read().removesuffix("\n")
+        text.encode()  # what was no UTF-8 may have become lone surrogates
+    except UnicodeError:
+        raise ValueError("standard input is not UTF-8 text") from None
+    if not text:
+        raise UsageError("no prompt: standard input is empty")
+    return text
 
 
 def define_chat(values: flags.FlagValues) -> None:
@@ -156,5 +168,7 @@ def score(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> i
 def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"FILE {reason_of(error)}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None

@@ -69,7 +69,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     """What a config file's `get_config` returns; ValueError names the file if it can't be run."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"config file {path} does not exist")
+        wrong = "is no file" if path.exists() else "does not exist"
+        raise ValueError(f"config file {path} {wrong}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"config file {path} is not a Python file")

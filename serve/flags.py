@@ -25,6 +25,13 @@ class UsageError(ValueError):
     """A command line that can't be meant: exit code 2, before anything is done."""
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says; of the operating system's the file and its words, not its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
 class AutoIntParser(flags.ArgumentParser):
     """An integer, or the word auto (or empty for "none" where the field allows it)."""
 

@@ -207,7 +207,7 @@ class Fleet:
     def _note_loaded(self, member: Member, error: str) -> None:
         member.loaded = not error
         if error:
-            log.error("API process %s: the tokenizer can't be loaded: %s", member.identity, error)
+            log.error("API process %s: %s", member.identity, error)
         if self._all_loaded.done():
             if error:
                 member.kill()

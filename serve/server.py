@@ -127,7 +127,7 @@ class Server:
         try:
             await self._front.loaded()
         except Exception as error:
-            self._fail(f"the tokenizer can't be loaded: {error}")
+            self._fail(str(error))
             return
         await self._supervisor.ready.wait()
         logs.write_line(logs.STDOUT, f"octavo: serving {self._names} on {self._address}")

@@ -41,7 +41,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     """
     path = Path(path)
     if not path.exists():
-        raise TokenizerError(f"{path} does not exist")
+        raise TokenizerError(f"tokenizer {str(path)!r} does not exist")
     if path.suffix == ".json":
         path = path.parent
     if path.is_file():

@@ -93,6 +93,15 @@ def test_an_empty_file_would_open_the_server_and_is_refused(path, clock):
         ring(path, clock)
 
 
+def test_a_file_that_is_not_there_is_named_with_its_setting(path, clock):
+    path.unlink()
+    with pytest.raises(ValueError, match=f"^api_key_file {path}: No such file"):
+        ring(path, clock)
+    path.mkdir()
+    with pytest.raises(ValueError, match=f"^api_key_file {path}: Is a directory"):
+        ring(path, clock)
+
+
 def test_flag_environment_and_file_add_up(path, clock):
     assert not KeyRing(ServerConfig(), {}, clock).required
     keys = KeyRing(ServerConfig(), {"OCTAVO_API_KEY": "from-env"}, clock)

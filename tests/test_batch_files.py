@@ -187,7 +187,6 @@ def test_a_file_of_something_else_is_not_touched(tmp_path, text):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["/no/such.jsonl", "out.jsonl"], "/no/such.jsonl"),
         (["in.jsonl", "out.jsonl", "--model=/no/such/model"], "/no/such/model"),
         (["in.jsonl", "in.jsonl"], "in.jsonl, line 1 is no batch result"),
         (["in.jsonl", "/dev/zero"], "/dev/zero is no file"),

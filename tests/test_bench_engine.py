@@ -182,6 +182,12 @@ def test_a_warm_start_that_compiles_is_a_failure(compiled, tmp_path, monkeypatch
     assert [line["ok"] for line in lines_of(out)] == [True, not compiled]
 
 
+def test_a_start_that_is_refused_says_why_in_a_line(capsys):
+    assert cli.main(["bench", "startup", "--starts=cold", "--model=/no/such"]) == 1
+    reason = "the engine did not start: no model at '/no/such': that path does not exist"
+    assert capsys.readouterr().err == f"octavo bench startup: {reason}\n"
+
+
 def test_builds_that_differ_are_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "start_once", lambda *_: {"compiled": 3})
     differ = {"same": False, "report": "1 of 3 programs differ"}

@@ -254,6 +254,10 @@ def test_programs_differ_by_their_instructions_not_by_where_they_were_written():
 def test_builds_that_cannot_be_compared_are_refused(octavo, tmp_path):
     code, _, err = octavo(f"--same_as={tmp_path / 'other'}")
     assert code == 1
+    assert f"same_as: folder {tmp_path / 'other'} does not exist" in err
+    (tmp_path / "other").mkdir()
+    code, _, err = octavo(f"--same_as={tmp_path / 'other'}")
+    assert code == 1
     assert "no artefact in common" in err
 
 

@@ -131,7 +131,8 @@ def test_score_is_the_mean_loss_of_the_forward_pass(tmp_path, capsys):
 
 
 FAILURES = [
-    (["generate", "--model=/no/such/model", "x"], "/no/such/model"),
+    (["generate", "--model=/no/such/model", "x"], "no model at '/no/such/model': that path does"),
+    (["generate", f"--model={GGUF}", "--tokenizer=/no/such", "x"], "tokenizer '/no/such' does"),
     (["generate", f"--model={FOLDER / 'llama_tied'}", "x"], "no tokenizer"),
     (["generate", f"--model={GGUF}", "--attention=mosaic", "x"], "mosaic"),
     (["generate", f"--model={GGUF}", "--decode_block=mosaic", "x"], "decode_block=mosaic: not for"),
@@ -187,6 +188,7 @@ USAGE = [
     (["bench", "all", "x"], "'x'"),
     (["bench", "serve", "x"], "no arguments"),
     (["bench", "serve"], "--rates or --concurrency"),
+    (["serve", f"--config={FOLDER}"], f"config file {FOLDER} is no file"),
 ]
 
 
@@ -206,25 +208,61 @@ def test_no_prompt_in_a_terminal_is_a_usage_error(no_model, monkeypatch, capsys)
     assert "no prompt" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["score", "batch", "convert"])
-def test_files_are_looked_at_before_a_model_is_loaded(no_model, tmp_path, command, capsys):
+@pytest.mark.parametrize(
+    ("raw", "code", "words"),
+    [
+        (b"", 2, "no prompt: standard input is empty"),
+        (b"\n", 2, "no prompt: standard input is empty"),
+        (b"\xff", 1, "standard input is not UTF-8 text"),
+    ],
+)
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_is_read_before_a_model_is_loaded(
+    no_model, monkeypatch, capsys, raw, code, words, errors
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "utf-8", errors))
+    assert cli.main(["generate"]) == code
+    assert capsys.readouterr().err == f"octavo generate: {words}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["score", "/no/such"], "FILE /no/such: No such file or directory"),
+        (["score", "."], "FILE .: Is a directory"),
+        (["score", "full/x"], "full/x is not UTF-8 text"),
+        (["batch", "/no/such", "out"], "IN.jsonl: /no/such does not exist"),
+        (["batch", ".", "out"], "IN.jsonl: . is no regular file"),
+        (["batch", "/dev/null", "out"], "IN.jsonl: /dev/null is no regular file"),
+        (["batch", "in.jsonl", "/no/such/out"], "OUT.jsonl: folder /no/such does not exist"),
+        (["batch", "in.jsonl", "full"], "full is no file"),
+        (["batch", "in.jsonl", "full/x"], "full/x, line 1 is no batch result"),
+        (["convert", "full"], "full exists and is not an empty folder"),
+        (["convert", "in.jsonl"], "in.jsonl exists and is not an empty folder"),
+        (["build", "--artefact_dir=in.jsonl/x"], "artefact_dir in.jsonl/x: Not a directory"),
+        (["build", "--same_as=/no/such"], "same_as: folder /no/such does not exist"),
+        (["bench", "throughput", "--workload=/no/such"], "workload /no/such: No such file"),
+        (["bench", "throughput", "--workload=mix.jsonl"], "mix.jsonl: throughput reads prompts"),
+        (["bench", "serve", "--rates=1", "--workload=/no/such"], "workload /no/such: No such"),
+        (["bench", "context", "--model=/no/such"], "no model at '/no/such': that path does not"),
+        (["bench", "context", f"--model={GGUF}"], "config.json does not exist"),
+    ],
+    ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
+)
+def test_files_are_looked_at_before_a_model_is_loaded(
+    no_model, tmp_path, monkeypatch, args, words, capsys
+):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_bytes(b"\xff\xff")
-    requests = tmp_path / "in.jsonl"
-    requests.write_text("")
-    wrong = {
-        "score": [["/no/such"], [str(tmp_path)], [str(tmp_path / "full" / "x")]],
-        "batch": [
-            ["/no/such", str(tmp_path / "out")],
-            [str(requests), "/no/such/out"],
-            [str(requests), str(tmp_path)],
-            [str(requests), str(tmp_path / "full" / "x")],
-        ],
-        "convert": [[str(tmp_path / "full")], [str(requests)]],
-    }
-    for args in wrong[command]:
-        assert cli.main([command, *args]) == 1
-        assert args[-1] in (err := capsys.readouterr().err) or args[0] in err
+    (tmp_path / "in.jsonl").write_text("")
+    (tmp_path / "mix.jsonl").write_text('{"messages": [], "max_tokens": 1}\n')
+    assert cli.main(args) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"octavo {args[0]}")
+    assert err.count("\n") == 1
+    assert words in err
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,16 @@ def test_a_start_that_fails_says_why():
         assert "no such weights" in server.log
     with running(wait=False, tokenizer="mock_server:bad_tokenizer") as server:
         assert exit_code(server) == 1
-        assert "no tokenizer here" in server.log
+        assert "octavo: the tokenizer can't be loaded: no tokenizer here\n" in server.log
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_model_that_is_not_there_is_no_matter_of_its_tokenizer(processes):
+    settings = {"tokenizer": "octavo.serve.api:tokenizer_of", "api_processes": processes}
+    with running(wait=False, engine={"model": "/no/such"}, **settings) as server:
+        assert exit_code(server) == 1
+        assert "octavo: no model at '/no/such': that path does not exist\n" in server.log
+        assert "tokenizer" not in server.log
 
 
 def test_an_http_server_that_ends_by_itself_is_not_waited_for():

@@ -11,7 +11,7 @@ def read_json(path: Path, refused: type[Exception] = CheckpointError) -> dict[st
     """The JSON object in a file; `refused`, naming the file, for anything else or no file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise refused(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
         raise refused(f"{path} is not readable JSON: {error}") from error

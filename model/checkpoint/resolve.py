@@ -34,6 +34,8 @@ def resolve_model(name: str | Path) -> Path:
         return _fetch(match[1], match[2])
     if _REPO.fullmatch(text) and not text.startswith("."):
         return _fetch(text, None)
+    if text.startswith((".", "/", "~")) or text.count("/") > 1:
+        raise ModelNotFoundError(f"no model at {text!r}: that path does not exist")
     raise ModelNotFoundError(
         f"no model at {text!r}: not a file or folder, not a packaged model "
         f"({', '.join(PACKAGED)}), not a repository name (owner/name)"
