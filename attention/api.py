@@ -129,7 +129,8 @@ def attend_raw(
 
     What `front_reference`, `write` and `attend` do one after the other, in one kernel; in place
     when the layer is donated. qkv holds for each KV head its query heads, then its key, then its
-    value. Never falls back: `takes_raw` says when it may be called.
+    value. What rows without keys come out as is not defined. Never falls back: `takes_raw` says
+    when it may be called.
 
     Raises:
         ValueError: shapes or arguments that contradict each other.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from octavo.attention.hopper import MULTIPROCESSORS, SMEM_BYTES
-from octavo.attention.splits import BLOCK
+from octavo.attention.splits import BLOCK, longest_chunk
 
 TILE_ROWS = 64
 """Rows of a wgmma tile; the query heads of a KV head times the queries of a row must fit in it."""
@@ -57,3 +57,8 @@ def default_tuning(head_dim: int) -> DecodeTuning:
         if (tuning := DecodeTuning(stages=stages, pairs=pairs)).smem_bytes(head_dim) <= SMEM_BYTES
     ]
     return fitting[-1]
+
+
+def one_chunk_tokens(head_dim: int) -> int:
+    """Tokens of the longest context whose attention is one work item: nothing is to be combined."""
+    return longest_chunk(default_tuning(head_dim).chunk)

@@ -169,10 +169,10 @@ def traced_kernel(
     num_rows, num_pages = avals[2].shape
     num_chunks = count_chunks(num_pages * shape.page_size, tuning.chunk)
     head_dim, dtype = shape.head_dim, avals[3].dtype
-    out_shape = (num_rows, num_chunks, shape.heads, shape.rows)
+    chunks = (num_rows, num_chunks, shape.heads)
     out_type = [
-        jax.ShapeDtypeStruct((*out_shape, head_dim), dtype),
-        jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        jax.ShapeDtypeStruct((*chunks, shape.used_rows, head_dim), dtype),
+        jax.ShapeDtypeStruct((*chunks, shape.rows), jnp.float32),
     ]
     if front is not None:
         lanes = tuning.pairs * tuning.num_blocks
@@ -241,7 +241,7 @@ def _kernel(
     k_ref: Ref,  # [N, p, K, D]
     v_ref: Ref,  # [N, p, K, D]
     *refs: Ref,  # with a front cos and sin [S, D / 2], and two norms [D]; then the results:
-    # parts [S, C, K, R, D], log-sum-exp [S, C, K, R]; with a front queries [lanes, 2, R, D]
+    # parts [S, C, K, Q, D], log-sum-exp [S, C, K, R]; with a front queries [lanes, 2, R, D]
     shape: TileShape,
     spec: AttentionSpec,
     tuning: DecodeTuning,
@@ -480,9 +480,12 @@ def _compute_items(
         out_tile[...] = acc.astype(out_tile.dtype)
         lse_tile[...] = top + jnp.log(total) * LOG2E
         plgpu.commit_smem()
-        for tile, result in zip((out_tile, lse_tile), results):
-            target = result.at[item.row, item.part, item.head]
-            plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, shape.rows)], target)
+        rows = pl.ds(0, shape.rows)
+        parts, lse = (result.at[item.row, item.part, item.head] for result in results)
+        # TMA leaves out the rows beyond those that hold queries: of parts there are no others.
+        first = item.head * 0
+        plgpu.copy_smem_to_gmem(out_tile.at[rows], parts.at[pl.ds(first, shape.rows)])
+        plgpu.copy_smem_to_gmem(lse_tile.at[rows], lse)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(buffers.k_free.at[buffers.barrier(last)])
         return done + item.steps, following

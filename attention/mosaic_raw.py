@@ -30,6 +30,8 @@ def decode_raw_mosaic(
 ) -> tuple[Float[Array, "T H D"], LayerCache]:
     """`attend_raw` for a decode step, on a Hopper GPU: attention, and the layer written in place.
 
+    Block tables of so few pages that each row is one chunk need nothing combined.
+
     Refuses what `refuse_raw` does.
     """
     refuse_raw(qkv, front, layer, meta)
@@ -44,7 +46,11 @@ def decode_raw_mosaic(
         arguments += [front.q_norm, front.k_norm]
     traced = partial(traced_kernel, front=front_spec(front))
     parts, lse, k, v = run_traced(traced, tuple(arguments), spec, tuning, shape)
-    out = combine(parts, lse, work, sinks, shape).astype(qkv.dtype)
+    if parts.shape[1] == 1 and sinks is None:
+        # The one chunk is the result as it is; a mask of padding rows would be a launch of its own.
+        out = parts
+    else:
+        out = combine(parts, lse, work, sinks, shape).astype(qkv.dtype)
     return out.reshape(num_rows, num_kv_heads * group, head_dim), LayerCache(k, v)
 
 

@@ -77,6 +77,11 @@ def count_chunks(tokens: int, chunk: int) -> int:
     return max(tokens - 1 - chunk // 2, 0) // chunk + 1
 
 
+def longest_chunk(chunk: int) -> int:
+    """Tokens of the longest context that is one chunk."""
+    return chunk + chunk // 2
+
+
 def decode_work(meta: AttentionMeta, page_size: int, window: int | None, chunk: int) -> Work:
     """The work list of a step. Equal for all layers of equal window, so XLA computes it once.
 
@@ -130,14 +135,16 @@ def _longest_first(size: Array) -> Array:
 
 
 def combine(parts: Array, lse: Array, work: Work, sinks: Array | None, shape: TileShape) -> Array:
-    """[S, Q, K, G, D] float32 of every chunk's [S, C, K, R, D] result and base-2 log-sum-exp.
+    """[S, Q, K, G, D] float32 of the result [S, C, K, Q * G, D] and log-sum-exp of every chunk.
+
+    Log-sum-exps [S, C, K, R] are in base 2.
 
     The largest log-sum-exp is found first, so that no chunk's weight waits for another's; then
     chunks are added in order, one by one. One that a row doesn't have adds exact zeros: the result
     doesn't depend on how many chunks the bucket has.
     """
     num_rows, num_chunks = parts.shape[:2]
-    parts, lse = parts[..., : shape.used_rows, :], lse[..., : shape.used_rows]
+    lse = lse[..., : shape.used_rows]
     top, sink = jnp.full(lse[:, 0].shape, FLOOR, jnp.float32), None
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(shape.heads, 1, shape.group) * LOG2E

@@ -47,17 +47,24 @@ class Buckets:
         mixed_tokens: tokens of a step that holds prefill chunks.
         pages: pages of a row's block table (context classes).
         max_num_seqs: rows of a step.
+        short: pages of a class that decode steps have besides, or None.
     """
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     pages: tuple[int, ...]
     max_num_seqs: int
+    short: int | None = None
+
+    @property
+    def decode_pages(self) -> tuple[int, ...]:
+        """Pages of a row's block table in a decode step."""
+        return self.pages if self.short is None else (self.short, *self.pages)
 
     def decode(self, rows: int, pages: int) -> Bucket:
         """Smallest decode bucket for `rows` rows of up to `pages` pages."""
         size = _at_least(self.decode_rows, rows)
-        return Bucket(size, size, _at_least(self.pages, pages), 1)
+        return Bucket(size, size, _at_least(self.decode_pages, pages), 1)
 
     def mixed(self, tokens: int, rows: int, pages: int) -> Bucket:
         """Smallest mixed bucket for `tokens` tokens in `rows` rows of up to `pages` pages."""
@@ -79,7 +86,7 @@ class Buckets:
 
     def all(self) -> list[Bucket]:
         """Every bucket, decode first: what warm-up compiles."""
-        decode = [Bucket(s, s, p, 1) for p in self.pages for s in self.decode_rows]
+        decode = [Bucket(s, s, p, 1) for p in self.decode_pages for s in self.decode_rows]
         mixed = [
             Bucket(t, min(t, self.max_num_seqs), p, t)
             for p in self.pages
@@ -89,7 +96,12 @@ class Buckets:
 
 
 def make_buckets(
-    max_num_seqs: int, max_batch_tokens: int, max_pages: int, *, fine: bool
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    max_pages: int,
+    *,
+    fine: bool,
+    short: int | None = None,
 ) -> Buckets:
     """Classes up to the engine's limits.
 
@@ -98,16 +110,19 @@ def make_buckets(
     mixed steps are: some hundred rows that decode, and a prompt or two. Coarse (CPU, where a bucket
     costs seconds of compile) quadruples. A class of pages is a program more for each class of
     tokens, and unused pages cost next to no work: one that saves less than a quarter of the next is
-    left out.
+    left out. `short`, if given, is what decode steps have a class for where all other classes are
+    larger: rows of so few pages are attended to with less work.
     """
     classes = _fine if fine else _coarse
     tokens = classes(min(32, max_batch_tokens), max_batch_tokens)
     pages = _classes(128, max_pages, 8)
+    pages = tuple(a for a, b in pairwise(pages) if 4 * a <= 3 * b) + pages[-1:]
     return Buckets(
         decode_rows=classes(FEWEST_DECODE_ROWS if fine else 1, max_num_seqs),
         mixed_tokens=tuple(sorted({*tokens, *_quarters(tokens, fine=fine)})),
-        pages=tuple(a for a, b in pairwise(pages) if 4 * a <= 3 * b) + pages[-1:],
+        pages=pages,
         max_num_seqs=max_num_seqs,
+        short=short if short and short < pages[0] else None,
     )
 
 

@@ -16,6 +16,9 @@ import octavo.cache
 import octavo.model
 import octavo.sampling
 import octavo.serve
+from octavo.attention.api import BY_KERNEL
+from octavo.attention.decode_tuning import one_chunk_tokens
+from octavo.attention.mosaic import refuse_device
 from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.resolve import resolve_model
 from octavo.model.checkpoint.source import Checkpoint
@@ -139,7 +142,7 @@ def assemble(
     block, matmul = _block(config, model, mesh), _matmul(config, model, mesh)
     graph = Graph(family_of(model), model, config.attention, mesh, page_size, block, matmul)
     limits = _limits(config, graph, gpu=gpu, serving=serving)
-    settings = _settings(config, limits, gpu=gpu)
+    settings = _settings(config, limits, graph.config, gpu=gpu)
     layout = model.cache_layout(limits.num_pages, page_size)
     store = _store(config, graph, {"limits": asdict(limits), "settings": repr(settings)})
     _require_attention(ProgramBuilder(graph, layout, settings))
@@ -303,7 +306,7 @@ def _measure_temporaries(config: EngineConfig, graph: Graph, draft: Limits) -> i
     Per-slot sampling state, and the temporaries of the largest prefill program, which is compiled
     once for a cache of two pages.
     """
-    settings = _settings(config, draft, gpu=True)
+    settings = _settings(config, draft, graph.config, gpu=True)
     store = _store(config, graph, {"temporaries": repr(settings)})
     known = store.load("temporaries") if store else None
     if known is not None:
@@ -315,11 +318,30 @@ def _measure_temporaries(config: EngineConfig, graph: Graph, draft: Limits) -> i
     return size
 
 
-def _settings(config: EngineConfig, limits: Limits, *, gpu: bool) -> ProgramSettings:
-    buckets = make_buckets(limits.max_num_seqs, limits.max_batch_tokens, limits.max_pages, fine=gpu)
+def _settings(
+    config: EngineConfig, limits: Limits, model: ModelConfig, *, gpu: bool
+) -> ProgramSettings:
+    buckets = make_buckets(
+        limits.max_num_seqs,
+        limits.max_batch_tokens,
+        limits.max_pages,
+        fine=gpu,
+        short=_short_pages(config, model, limits.page_size),
+    )
     return ProgramSettings(
         buckets, limits.max_num_seqs, limits.max_model_len, config.max_decode_steps
     )
+
+
+def _short_pages(config: EngineConfig, model: ModelConfig, page_size: int) -> int | None:
+    """Pages of a context that is one chunk to the decode kernel; None where that isn't used."""
+    if config.attention not in BY_KERNEL or model.dtype == "float32":
+        return None
+    try:
+        refuse_device()
+    except NotImplementedError:
+        return None
+    return one_chunk_tokens(model.head_dim) // page_size
 
 
 def environment() -> dict[str, Any]:

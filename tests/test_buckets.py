@@ -20,7 +20,8 @@ PAGE = 16
 def sizes(draw):
     rows = draw(st.integers(1, 512))
     tokens = draw(st.integers(rows, 9000))
-    return make_buckets(rows, tokens, draw(st.integers(1, 5000)), fine=draw(st.booleans())), tokens
+    fine, short = draw(st.booleans()), draw(st.none() | st.integers(1, 300))
+    return make_buckets(rows, tokens, draw(st.integers(1, 5000)), fine=fine, short=short), tokens
 
 
 @given(sizes(), st.data())
@@ -45,6 +46,7 @@ def test_classes_ascend_to_the_limits_without_repeats(made):
         (buckets.decode_rows, buckets.max_num_seqs),
         (buckets.mixed_tokens, max_tokens),
         (buckets.pages, buckets.pages[-1]),
+        (buckets.decode_pages, buckets.pages[-1]),
     ]:
         assert classes[-1] == last
         assert list(classes) == sorted(set(classes))
@@ -93,6 +95,14 @@ def test_fine_classes_waste_at_most_half_of_a_step():
 )
 def test_a_class_of_pages_saves_at_least_a_quarter_of_the_next(longest, classes):
     assert make_buckets(4, 32, longest, fine=True).pages == classes
+
+
+def test_short_contexts_have_a_class_of_their_own_in_decode_steps_only():
+    buckets = make_buckets(64, 512, 130, fine=True, short=24)
+    assert [buckets.decode(8, pages).pages for pages in (1, 24, 25, 130)] == [24, 24, 130, 130]
+    assert buckets.mixed(100, 8, 1).pages == 130
+    assert {bucket.pages for bucket in buckets.all() if bucket.is_decode} == {24, 130}
+    assert make_buckets(64, 512, 24, fine=True, short=24).decode_pages == (24,)
 
 
 def test_more_than_the_engine_takes_is_an_error():
