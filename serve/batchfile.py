@@ -56,6 +56,7 @@ class _Named(msgspec.Struct):
 class _Result(_Named):
     id: str
     line: int | None = None
+    error: Any = None
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -101,12 +102,13 @@ def _id_of(raw: bytes) -> str | None:
         return None
 
 
-def resume(path: Path) -> set[str | int]:
-    """Keys of the results in a file, whose last line is cut off if it was not written whole.
+def resume(path: Path) -> dict[str | int, bool]:
+    """Keys of the results in a file, and whether each is a failure.
 
-    Raises ValueError for a file that holds anything but results.
+    The last line is cut off if it was not written whole. Raises ValueError for a file that holds
+    anything but results.
     """
-    done: set[str | int] = set()
+    done: dict[str | int, bool] = {}
     if not path.exists():
         return done
     if not path.is_file():
@@ -125,7 +127,8 @@ def resume(path: Path) -> set[str | int]:
                     raise msgspec.DecodeError(f"its id does not begin with {RESULT_ID}")
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is no batch result: {error}") from None
-            done.add(result.custom_id if result.line is None else result.line)  # type: ignore[arg-type]
+            key = result.custom_id if result.line is None else result.line
+            done[key] = result.error is not None  # type: ignore[index]
             whole += len(raw)
     with path.open("r+b") as file:
         file.truncate(whole)

@@ -20,6 +20,8 @@ from octavo.serve.flags import UsageError, define_settings, parse_settings, reas
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+LINES_FAILED = 3
+"""Exit code of a batch that has a result for every line, some of them failures."""
 
 USAGE = """usage: octavo COMMAND [--flags]
 
@@ -154,7 +156,7 @@ def batch(config: LoadedConfig, values: flags.FlagValues, paths: list[str]) -> i
     at_once = int(values["at_once"].value or 1)
     report = asyncio.run(run_batch(config.engine, source, target, names=names, at_once=at_once))
     print(json.dumps(report.fields()))
-    return 0
+    return LINES_FAILED if report.failed or report.skipped_failed else 0
 
 
 def _define_batch(values: flags.FlagValues) -> None:
@@ -165,7 +167,8 @@ def _define_batch(values: flags.FlagValues) -> None:
 BATCH_HELP = """IN.jsonl OUT.jsonl [--flags]
 
 Answers the requests of IN.jsonl, a line each in the OpenAI batch format, and appends the results to
-OUT.jsonl. A run that was stopped goes on where it was.
+OUT.jsonl. A run that was stopped goes on where it was. Exit code 0: every line has succeeded; 3:
+every line has its result, some are failures; 1: the run did not get to its end.
 
   --served_model_name  names that the requests' model fields may have; default: the model's
   --at_once=512        requests in flight"""

@@ -8,6 +8,7 @@ import asyncio
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -58,11 +59,16 @@ class _Answer(msgspec.Struct):
 
 @dataclass
 class Report:
-    """What a run did."""
+    """What a run did.
+
+    Attributes:
+        skipped: lines that had a result before, of which `skipped_failed` are failures.
+    """
 
     succeeded: int = 0
     failed: int = 0
     skipped: int = 0
+    skipped_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -74,6 +80,7 @@ class Report:
             "succeeded": self.succeeded,
             "failed": self.failed,
             "skipped": self.skipped,
+            "skipped_failed": self.skipped_failed,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "seconds": round(seconds, 3),
@@ -88,14 +95,14 @@ class Batch:
         self._app, self._client, self._out, self._bar = app, client, out, bar
         self.report = Report()
 
-    async def run(self, lines: list[Line] | Any, done: set[str | int], at_once: int) -> None:
+    async def run(self, lines: Iterator[Line], done: dict[str | int, bool], at_once: int) -> None:
         """Send what is not done, at most `at_once` at a time; ValueError if the engine ends."""
-        todo = iter(lines)
 
         async def lane() -> None:
-            for line in todo:
+            for line in lines:
                 if line.key in done:
                     self.report.skipped += 1
+                    self.report.skipped_failed += done[line.key]
                     self._bar.update()
                 else:
                     await self._answer(line)

@@ -102,7 +102,7 @@ def test_every_endpoint_and_every_failure_gets_its_record(tmp_path, monkeypatch)
         assert word in refused[number]
 
     again = run(source, tmp_path / "out.jsonl")
-    assert (again.succeeded, again.failed, again.skipped) == (0, 0, 16)
+    assert (again.succeeded, again.failed, again.skipped, again.skipped_failed) == (0, 0, 16, 11)
     assert records(tmp_path / "out.jsonl") == found
 
 
@@ -166,7 +166,7 @@ def test_a_file_cut_anywhere_resumes_at_its_last_whole_line(names, cut):
         path = Path(folder) / "out.jsonl"
         path.write_bytes(data)
         kept = data.count(b"\n")
-        assert batchfile.resume(path) == set(names[:kept])
+        assert batchfile.resume(path) == dict.fromkeys(names[:kept], False)
         assert path.read_bytes() == b"".join(whole[:kept])
 
 
@@ -214,8 +214,8 @@ def batch(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(offline, "run_batch", on_the_mock)
 
-    def started():
-        assert cli.main(["batch", "in.jsonl", "out.jsonl"]) == 0
+    def started(code=0):
+        assert cli.main(["batch", "in.jsonl", "out.jsonl"]) == code
         (summary,) = capsys.readouterr().out.splitlines()
         return json.loads(summary)
 
@@ -225,9 +225,10 @@ def batch(tmp_path, monkeypatch, capsys):
 def test_the_summary_line_has_what_this_run_did(tmp_path, batch):
     lines = [completion(f"r{i}", "abcd", max_tokens=5) for i in range(4)]
     source = write(tmp_path / "in.jsonl", [*lines[:3], completion("bad", "a", temperature=-1)])
-    first = batch()
+    first = batch(code=3)
     assert first.keys() == {
-        *("succeeded", "failed", "skipped", "prompt_tokens", "completion_tokens"),
+        *("succeeded", "failed", "skipped", "skipped_failed"),
+        *("prompt_tokens", "completion_tokens"),
         *("seconds", "output_tok_s"),
     }
     counts = ("succeeded", "failed", "skipped", "prompt_tokens", "completion_tokens")
@@ -238,6 +239,18 @@ def test_the_summary_line_has_what_this_run_did(tmp_path, batch):
     second, third = batch(), batch()
     assert [second[name] for name in counts] == [1, 0, 3, 4, 5]
     assert [third[name] for name in counts] == [0, 0, 4, 0, 0]
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_the_exit_code_says_whether_a_line_failed_in_this_run_or_before(tmp_path, batch, good):
+    bad = completion("refused", "a", temperature=-1)
+    lines = [bad, "not json", *(completion(f"r{i}", "ab") for i in range(good))]
+    source = write(tmp_path / "in.jsonl", lines)
+    assert batch(code=3)["failed"] == 2
+    again = batch(code=3)
+    assert (again["failed"], again["skipped"], again["skipped_failed"]) == (0, 2 + good, 2)
+    write(source, lines[2:])  # what failed is no line of this file any more
+    assert batch(code=0)["skipped_failed"] == 0
 
 
 def last_words(raw):
