@@ -13,6 +13,7 @@ import numpy as np
 from octavo.sampling.pack import mask_words
 from octavo.serve.grammar_compile import GrammarError, NoTrial, reason
 from octavo.serve.grammar_jobs import GrammarCompiler, Job, Trial
+from octavo.serve.grammar_spelling import Spelling
 from octavo.serve.panics import panics_are_errors
 from octavo.serve.types import Grammar, Request, RowResult, ScheduledBatch
 
@@ -44,6 +45,7 @@ class Grammars:
         self._failures: dict[str, str] = {}
         self._forced: dict[str, Sequence[int]] = {}
         self._executor: LLExecutor | None = None
+        self._spelling = Spelling(self._compiler.tokenizer)
 
     def start(self, request: Request) -> None:
         """Compile a request's grammar in the background; `settled` tells when it is done."""
@@ -93,7 +95,7 @@ class Grammars:
         found = self._forced.get(request_id)
         if found is None:
             with panics_are_errors("the grammar library"):
-                found = self._matchers[request_id].compute_ff_tokens()
+                found = self._spelling.forced(self._matchers[request_id])
             self._forced[request_id] = found
         return found
 
@@ -121,7 +123,7 @@ class Grammars:
                 matcher.consume_tokens(forced)
         if goes_on := [(matcher, index) for matcher, index in todo if not matcher.is_stopped()]:
             self._fill(goes_on, mask)
-            self._note_choices(batch, [index for _, index in goes_on], mask)
+            self._note_choices(batch, goes_on, mask)
         for matcher, index in todo:
             if matcher.is_error():
                 self._failures[batch.rows[index].request_id] = reason(matcher)
@@ -140,12 +142,20 @@ class Grammars:
             fill_next_token_bitmask_par(self._executor, todo, mask.view(np.int32))
         self._let_all_eos(mask, [index for _, index in todo])
 
-    def _note_choices(self, batch: ScheduledBatch, rows: list[int], mask: np.ndarray) -> None:
-        """Where two tokens are allowed none is forced, so that the library need not be asked."""
+    def _note_choices(
+        self, batch: ScheduledBatch, rows: list[tuple["LLMatcher", int]], mask: np.ndarray
+    ) -> None:
+        """Where two tokens are allowed none is forced, so that the library need not be asked.
+
+        Where one is, it may be none that the grammar takes: see Spelling.
+        """
         allowed = np.bitwise_count(mask).sum(axis=1, dtype=np.int32).tolist()
-        for index in rows:
+        for matcher, index in rows:
             row = batch.rows[index]
-            if allowed[index] > 1 and not row.forced:
+            if allowed[index] == 1:
+                with panics_are_errors("the grammar library"):
+                    self._spelling.correct(matcher, mask[index])
+            elif not row.forced:
                 self._forced[row.request_id] = ()
 
     def _let_all_eos(self, mask: np.ndarray, rows: list[int]) -> None:

@@ -236,7 +236,11 @@ class GrammarCompiler:
         if self._trial is not None:
             self._trial(grammar, seconds)
 
-    def _compile(self, grammar: Grammar) -> "LLMatcher":
+    def tokenizer(self) -> "LLTokenizer":
+        """The model's tokens, made by the first who asks."""
         with self._loading:
             self._tokenizer = self._tokenizer or self._load()
-        return compile_grammar(self._tokenizer, grammar)
+            return self._tokenizer
+
+    def _compile(self, grammar: Grammar) -> "LLMatcher":
+        return compile_grammar(self.tokenizer(), grammar)
