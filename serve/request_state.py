@@ -173,9 +173,11 @@ class RequestState:
 
         Not while prompt logprobs are missing, and not where every hidden state counts.
         """
-        if self.request.pooling == "mean":
-            return False
-        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
+        return self.request.pooling != "mean" and not self._misses_prompt_logprobs
+
+    @property
+    def _misses_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
 
     def leave_row(self) -> None:
         """Forget slot, pages and progress in the cache; the tokens stand."""
@@ -202,7 +204,7 @@ class RequestState:
             self.prompt_logprobs.extend(
                 result.prompt_logprobs[len(self.prompt_logprobs) - (row.start + 1) :]
             )
-            if row.start + row.query_len >= self.prompt_len and not self.may_hit:
+            if row.start + row.query_len >= self.prompt_len and self._misses_prompt_logprobs:
                 return self.event(finish_reason=FINISH_ERROR, error="prompt logprobs are missing")
         if result.pooled is not None:
             # A prompt computed anew after preemption starts from its first token.
@@ -243,7 +245,7 @@ class RequestState:
     ) -> TokenEvent:
         """News of this request; complete prompt logprobs go out once, with the first."""
         prompt_logprobs = None
-        if self.prompt_logprobs is not None and self.may_hit:
+        if self.prompt_logprobs is not None and not self._misses_prompt_logprobs:
             prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), None
         return TokenEvent(
             self.request_id,

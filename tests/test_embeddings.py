@@ -218,6 +218,18 @@ def test_a_cached_prefix_serves_the_last_token_and_not_the_mean():
         check_embedding(ends[name], prompt, pooling)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_log_probabilities_of_a_prompt_come_with_its_embedding(pooling):
+    engine, prompt = tiny_engine(), prompt_of(40, 6)  # two chunks
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
+    engine.add(Request("both", prompt, params, pooling=pooling))
+    engine.add(Request("scored", prompt, params))
+    _, ends = drain(engine)
+    check_embedding(ends["both"], prompt, pooling)
+    both, scored = ([e.logprob for e in ends[n].prompt_logprobs[1:]] for n in ("both", "scored"))
+    assert both == pytest.approx(scored, abs=1e-5)
+
+
 def test_a_preempted_mean_counts_each_token_once():
     engine = tiny_engine(num_pages=12, max_batch_tokens=5, max_decode_steps=1)
     talk = SamplingParams(temperature=0.0, max_tokens=70)
