@@ -20,6 +20,9 @@ from octavo.serve.flags import UsageError, define_settings, parse_settings, reas
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+NO_MEMORY = "RESOURCE_EXHAUSTED"
+"""How jax's error begins where a device has no room; its type is not imported for that."""
+
 LINES_FAILED = 3
 """Exit code of a batch that has a result for every line, some of them failures."""
 
@@ -117,6 +120,10 @@ def _run(command: Command, name: str, args: list[str]) -> int:
         return 1
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"{name}: {reason_of(error)}", file=sys.stderr)
+    except RuntimeError as error:
+        if not str(error).startswith(NO_MEMORY):
+            raise
+        print(f"{name}: the device has too little memory: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
         extra = f"; pip install 'octavo[{command.extra}]'" if command.extra else ""
         print(f"{name}: {error}{extra}", file=sys.stderr)

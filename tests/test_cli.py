@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from family_data import FOLDER, reference_of
+from jax.errors import JaxRuntimeError
 from tiny import ARTEFACTS
 
 import octavo as package
@@ -311,6 +313,7 @@ def test_a_terminal_gets_line_editing(talk, monkeypatch, terminal):
     [
         (KeyboardInterrupt(), 130, ""),
         (ModuleNotFoundError("No module named 'fastapi'"), 1, "octavo[serve]"),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes"), 1, "too little memory: RESOURCE_EXHAUST"),
     ],
 )
 def test_interrupts_and_missing_extras(monkeypatch, capsys, error, code, words):
@@ -321,7 +324,18 @@ def test_interrupts_and_missing_extras(monkeypatch, capsys, error, code, words):
     changed = cli.Command(fail, command.settings, command.define, command.help, command.extra)
     monkeypatch.setitem(cli.COMMANDS, "serve", changed)
     assert cli.main(["serve"]) == code
-    assert words in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == bool(words)
+
+
+def test_an_error_that_nobody_expects_keeps_its_traceback(monkeypatch):
+    def fail(*args):
+        raise JaxRuntimeError("INTERNAL: a defect")
+
+    monkeypatch.setitem(cli.COMMANDS, "serve", replace(cli.COMMANDS["serve"], run=fail))
+    with pytest.raises(JaxRuntimeError, match="INTERNAL"):
+        cli.main(["serve"])
 
 
 @pytest.mark.parametrize("target", ["orbax", "hf"])
