@@ -23,8 +23,9 @@ def keys_for(bench: Any, measures: Iterable[str]) -> list[ProgramKey]:
     builder = bench.engine.runner.builder
     plain = builder.plain_keys(COMMON_FLAGS[:1])
     names, engine = set(measures), bench.engine
-    if "pace" in names or engine.budget or bench.llm.config.decode_wait_ms != AUTO:
-        return plain  # arrivals are random, or the schedule depends on measured times
+    config = bench.llm.config
+    if "pace" in names or engine.budget or config.decode_wait_ms != AUTO or config.prefix_caching:
+        return plain  # arrivals are random, or the schedule depends on measured times, or on ids
     found = set[ProgramKey]()
     for prompts, generated in runs(bench.flag, names):
         found |= planned(bench, prompts, generated)

@@ -222,6 +222,11 @@ def test_what_a_measurement_will_run_is_known_before(tmp_path, monkeypatch):
         used, planned = found[measures]
         assert set(planned) == used
         assert len(planned) == len(used)
+    # Prompts alike share their pages then: what runs depends on more than lengths.
+    alike = ["--prompts=20,40", "--max_batch_tokens=128", "--prefix_caching"]
+    assert cli.main(["bench", "prefill", *args, *alike]) == 0
+    used, planned = found["prefill",]
+    assert used <= set(planned)
 
 
 def test_benches_of_the_engine_need_no_server_installed():
