@@ -29,9 +29,9 @@ from octavo.model.matmul_plan import (
     cut,
 )
 
-TMA_ELEMENTS = 8
-"""What rows, depth and width are multiples of: TMA's lines begin at multiples of 16 bytes, and
-Mosaic cuts rows into swizzle tiles of 8."""
+ROWS_OF, SIZES_OF = 8, 64
+"""What rows are a multiple of, and what depth and width are: Mosaic cuts arrays in memory into
+swizzle tiles of 8 lines of 64 elements, and none may be cut off."""
 
 
 def matmul(
@@ -48,13 +48,14 @@ def matmul(
     are added or gated. By the tuning in use (`choose`), or by another.
 
     Raises:
-        NotImplementedError: sizes that are no multiples of 8, or a tuning that does not divide.
+        NotImplementedError: rows that are no multiple of ROWS_OF, a depth or width that is none of
+            SIZES_OF, or a tuning that does not divide.
     """
     depth, width = weight.shape
     width = width // 2 if gated else width
-    if any(size % TMA_ELEMENTS for size in (len(x), depth, width)):
+    if len(x) % ROWS_OF or depth % SIZES_OF or width % SIZES_OF:
         sizes = f"{len(x)} rows by [{depth}, {width}]"
-        raise NotImplementedError(f"{sizes}: takes multiples of {TMA_ELEMENTS}")
+        raise NotImplementedError(f"{sizes}: takes multiples of {ROWS_OF} rows, {SIZES_OF} columns")
     epilogue = Epilogue.GATED if gated else Epilogue.PLAIN
     epilogue = epilogue if residual is None else Epilogue.RESIDUAL
     tuning = tuning or choose(len(x), depth, width, epilogue)

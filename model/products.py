@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from octavo.attention.mosaic import refuse_device
 from octavo.model.config import ModelConfig
 from octavo.model.layers import activate, project
-from octavo.model.mosaic_matmul import TMA_ELEMENTS, matmul
+from octavo.model.mosaic_matmul import ROWS_OF, SIZES_OF, matmul
 
 MANY = 1024
 WINS = {
@@ -32,7 +32,7 @@ def matmul_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
     unlike = {
         "tensor parallelism": mesh is not None,
         f"dtype {config.dtype}": config.dtype != "bfloat16",
-        f"sizes {sizes}, no multiples of {TMA_ELEMENTS}": any(x % TMA_ELEMENTS for x in sizes),
+        f"sizes {sizes}, no multiples of {SIZES_OF}": any(x % SIZES_OF for x in sizes),
     }
     if found := [name for name, present in unlike.items() if present]:
         return f"not for {', '.join(found)}"
@@ -45,7 +45,7 @@ def matmul_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
 
 def by_kernel(impl: str, product: str, rows: int) -> bool:
     """Whether a product of that name of so many rows is the kernel's under "mosaic", or "xla"."""
-    ranges = WINS[product] if impl == "mosaic" and rows % TMA_ELEMENTS == 0 else ()
+    ranges = WINS[product] if impl == "mosaic" and rows % ROWS_OF == 0 else ()
     return any(first <= rows and (last is None or rows <= last) for first, last in ranges)
 
 

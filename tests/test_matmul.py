@@ -85,11 +85,11 @@ def test_depth_is_split_only_where_tiles_are_few():
 
 INTERPRETED = (
     # Rows and columns that end within a tile, a ring that comes round, more tiles than clusters.
-    (PLAIN, 296, 72, 200, MatmulTuning(128, stages=2, num_blocks=2)),
-    (RESIDUAL, 136, 200, 264, MatmulTuning(256, stages=2, num_blocks=2)),
-    (GATED, 264, 136, 168, MatmulTuning(128, stages=2, num_blocks=2, tail=64, wide=2)),
-    (RESIDUAL, 72, 256, 72, MatmulTuning(64, splits=2, stages=2, num_blocks=2)),
-    (GATED, 104, 64, 104, MatmulTuning(192, stages=2, num_blocks=4)),
+    (PLAIN, 296, 128, 192, MatmulTuning(128, stages=2, num_blocks=2)),
+    (RESIDUAL, 136, 192, 320, MatmulTuning(256, stages=2, num_blocks=2)),
+    (GATED, 264, 128, 192, MatmulTuning(128, stages=2, num_blocks=2, tail=64, wide=2)),
+    (RESIDUAL, 72, 256, 128, MatmulTuning(64, splits=2, stages=2, num_blocks=2)),
+    (GATED, 104, 64, 128, MatmulTuning(192, stages=2, num_blocks=4)),
 )
 
 
@@ -164,7 +164,8 @@ def test_norms_after_a_product_keep_it_from_the_kernel():
     [
         ({"torch_dtype": "float32"}, "dtype float32"),
         ({"torch_dtype": "float16"}, "dtype float16"),
-        ({"intermediate_size": 100}, r"sizes \(.*100.*\), no multiples of 8"),
+        ({"intermediate_size": 200}, r"sizes \(.*200.*\), no multiples of 64"),
+        ({"hidden_size": 96}, r"sizes \(96,.*\), no multiples of 64"),
     ],
 )
 def test_models_it_is_not_for_are_refused_by_name(fields, words):
@@ -203,10 +204,24 @@ def test_lowers_for_cuda_without_a_gpu(epilogue, rows):
         lowered(run.trace(*arrays[: 3 if epilogue is RESIDUAL else 2]))
 
 
+@pytest.mark.parametrize(("depth", "width"), [(64, 64), (192, 320), (960, 576), (448, 4160)])
+@pytest.mark.parametrize(("epilogue", "rows"), [(PLAIN, 1032), (RESIDUAL, 256), (GATED, 256)])
+def test_whatever_is_not_refused_lowers_for_cuda(epilogue, rows, depth, width):
+    """A model whose products the kernel takes must start: what can't be lowered ends the engine."""
+    wide = 2 * width if epilogue is GATED else width
+    shapes = [(rows, depth), (depth, wide), (rows, width)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with use_abstract_mesh(H200):
+        run = jax.jit(partial(matmul, gated=epilogue is GATED))
+        lowered(run.trace(*arrays[: 3 if epilogue is RESIDUAL else 2]))
+
+
 def test_what_does_not_fit_is_refused():
     x, weight, _ = _operands(64, 64, 64, PLAIN)
-    with pytest.raises(NotImplementedError, match="multiples of 8"):
-        matmul(x, weight[:, :60])
+    with pytest.raises(NotImplementedError, match="multiples of 8 rows, 64 columns"):
+        matmul(x, weight[:, :56])
+    with pytest.raises(NotImplementedError, match=r"64 rows by \[56, 64\]"):
+        matmul(x[:, :56], weight[:56])
     with pytest.raises(NotImplementedError, match="63 rows"):
         matmul(x[:63], weight)
     with pytest.raises(NotImplementedError, match="do not divide into 2 splits"):
