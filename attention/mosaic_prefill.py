@@ -361,19 +361,35 @@ def _attend_tiles(
         def _token_by_token() -> None:
             lax.fori_loop(0, mine, copy_token, None)
 
+    def pass_over(done: Array, index: Array, _: None) -> None:
+        """A step of a warpgroup without queries: its turns, and its word that a block is free."""
+        rings = (
+            (buffers.k_ready, buffers.k_free, tuning.key_stages),
+            (buffers.v_ready, buffers.v_free, tuning.value_stages),
+        )
+        for ready, free, stages in rings:
+            place = lax.rem(done + index, jnp.int32(stages))
+            plgpu.barrier_wait(ready.at[place])
+            _take_turn(buffers)
+            plgpu.barrier_arrive(free.at[place])
+
     def tile(index: Array, done: Array) -> Array:
         slot = lax.rem(index, jnp.int32(2))
         plgpu.barrier_wait(buffers.q_ready.at[slot])
         if tuning.interpreted:
             _to_lines(wg, slot, buffers, shape)
         item = deal.read(index, buffers)
+        # A tile of few tokens, as a row that decodes has, leaves warpgroup 1 without any.
+        idle = item.tokens <= wg * shape.wg_tokens
+        lax.fori_loop(0, jnp.where(idle, item.steps, 0), partial(pass_over, done), None)
+        walked = item._replace(steps=jnp.where(idle, 0, item.steps))
         q_tile = buffers.lines.at[wg, slot]
-        result = _attend_tile(wg, item, done, q_tile, buffers, sinks, spec, tuning, shape)
+        result = _attend_tile(wg, walked, done, q_tile, buffers, sinks, spec, tuning, shape)
+        # Read again: over the loop inside, what it doesn't need would hold registers.
+        item = deal.read(index, buffers)
         # Warpgroup 1 ends a tile only when 0 takes a turn in the next one: so one of no steps has a
         # turn, too. Over two without it, 0 would wait for queries in the place of those still used.
         pl.when(item.steps == 0)(partial(_take_turn, buffers))
-        # Read again: over the loop inside, what it doesn't need would hold registers.
-        item = deal.read(index, buffers)
         place = 2 if apart else slot
         # The copies of the last results have read them long ago.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
