@@ -171,7 +171,7 @@ def traced_kernel(
     head_dim, dtype = shape.head_dim, avals[3].dtype
     chunks = (num_rows, num_chunks, shape.heads)
     out_type = [
-        jax.ShapeDtypeStruct((*chunks, shape.used_rows, head_dim), dtype),
+        jax.ShapeDtypeStruct((*chunks, shape.stored_rows, head_dim), dtype),
         jax.ShapeDtypeStruct((*chunks, shape.rows), jnp.float32),
     ]
     if front is not None:

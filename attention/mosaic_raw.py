@@ -48,7 +48,7 @@ def decode_raw_mosaic(
     parts, lse, k, v = run_traced(traced, tuple(arguments), spec, tuning, shape)
     if parts.shape[1] == 1 and sinks is None:
         # The one chunk is the result as it is; a mask of padding rows would be a launch of its own.
-        out = parts
+        out = parts[..., : shape.used_rows, :]
     else:
         out = combine(parts, lse, work, sinks, shape).astype(qkv.dtype)
     return out.reshape(num_rows, num_kv_heads * group, head_dim), LayerCache(k, v)

@@ -50,6 +50,11 @@ class TileShape:
         return -(-self.used_rows // 8) * 8
 
     @property
+    def stored_rows(self) -> int:
+        """Rows of a result in memory: those of queries, but no swizzle tile that is cut off."""
+        return self.used_rows if self.used_rows < 8 else self.rows
+
+    @property
     def copies(self) -> int:
         """Pages a step of BLOCK keys touches."""
         return max(1, BLOCK // self.page_size)
@@ -135,7 +140,7 @@ def _longest_first(size: Array) -> Array:
 
 
 def combine(parts: Array, lse: Array, work: Work, sinks: Array | None, shape: TileShape) -> Array:
-    """[S, Q, K, G, D] float32 of the result [S, C, K, Q * G, D] and log-sum-exp of every chunk.
+    """[S, Q, K, G, D] float32 of the result [S, C, K, Q * G or more, D] and log-sum-exp of every chunk.
 
     Log-sum-exps [S, C, K, R] are in base 2.
 
@@ -144,7 +149,7 @@ def combine(parts: Array, lse: Array, work: Work, sinks: Array | None, shape: Ti
     doesn't depend on how many chunks the bucket has.
     """
     num_rows, num_chunks = parts.shape[:2]
-    lse = lse[..., : shape.used_rows]
+    parts, lse = parts[..., : shape.used_rows, :], lse[..., : shape.used_rows]
     top, sink = jnp.full(lse[:, 0].shape, FLOOR, jnp.float32), None
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(shape.heads, 1, shape.group) * LOG2E

@@ -45,6 +45,8 @@ INTERPRETED = (
     Case("normed_window_cap_sinks", ((1, 270), (1, 65)), heads=9, kv_heads=1, head_dim=64, page=16,
          dtype="float16", window=70, sinks=True, soft_cap=2.0),
     Case("normed_head_dim_96", ((1, 150),), page=128, dtype="bfloat16", head_dim=96),
+    Case("one_chunk_group_of_9", ((1, 90), (1, 3)), heads=9, kv_heads=1, head_dim=64, page=64,
+         dtype="bfloat16", table_pages=2),
 )  # fmt: skip
 
 ON_GPU = (
@@ -264,6 +266,21 @@ def test_refusals_name_their_reason(change: dict, reason: str):
     problem, qkv, front = _raw(replace(Case("refused", ((1, 20),), page=64, **_BF16), **change))
     with use_abstract_mesh(H200), pytest.raises(NotImplementedError, match=reason):
         attend_raw(qkv, front, problem.layer, problem.meta, problem.spec)
+
+
+@pytest.mark.parametrize("kind", ["raw", "several queries"])
+@pytest.mark.parametrize("group", [1, 7, 8, 9, 12, 16])
+def test_decode_lowers_for_cuda_with_any_number_of_query_heads(group: int, kind: str):
+    """What the kernel does not refuse must lower: a program that can't ends an engine's start."""
+    queries = 3 if kind == "several queries" else 1
+    case = Case("any", ((queries, 200), (1, 64)), group, 1, 64, 64, "bfloat16")
+    problem, qkv, front = _raw(case) if queries == 1 else (build(case), None, None)
+    with use_abstract_mesh(H200):
+        if qkv is not None:
+            run = jax.jit(partial(decode_raw_mosaic, spec=problem.spec))
+            lowered(run.trace(qkv, front, problem.layer, problem.meta))
+        run = jax.jit(partial(decode_mosaic, spec=problem.spec))
+        lowered(run.trace(problem.q, problem.layer, problem.meta))
 
 
 def test_a_partial_rope_is_refused():
