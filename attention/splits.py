@@ -140,7 +140,7 @@ def _longest_first(size: Array) -> Array:
 
 
 def combine(parts: Array, lse: Array, work: Work, sinks: Array | None, shape: TileShape) -> Array:
-    """[S, Q, K, G, D] float32 of the result [S, C, K, Q * G or more, D] and log-sum-exp of every chunk.
+    """[S, Q, K, G, D] float32 of every chunk's [S, C, K, Q * G or more, D] result and log-sum-exp.
 
     Log-sum-exps [S, C, K, R] are in base 2.
 
