@@ -58,6 +58,11 @@ ON_GPU = (
     ),
     Case("normed_everything", ((1, 1500), (1, 9)), 48, 2, 128, 32, "float16", window=700,
          soft_cap=3.0, sinks=True, pad_rows=1),
+    *(
+        Case(f"one_chunk_group_of_{group}", ((1, 900), (1, 70)), 2 * group, 2, 128, 64, "bfloat16",
+             pad_rows=1)
+        for group in (1, 7, 9, 12)
+    ),
     Case("many_rows", tuple((1, 37 * i + 1) for i in range(70)), 32, 8, 128, 64, "bfloat16"),
 )  # fmt: skip
 
