@@ -26,6 +26,7 @@ async def spawn(
     pickled = pickle.dumps(spec)  # before there is a process that would wait for it
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",  # a folder named octavo where the server was started is not the package
         "-m",
         module,
         stdin=asyncio.subprocess.PIPE,

@@ -95,7 +95,8 @@ def generate(config: LoadedConfig, values: flags.FlagValues, prompts: list[str])
     for fields, one in zip(samplings, wanted, strict=True):
         for output in llm.generate(texts, llm.default_params(**one)):
             for sample in output.outputs:
-                print(json.dumps({**fields, "prompt": output.prompt, **dataclasses.asdict(sample)}))
+                told = {**fields, **given, "prompt": output.prompt}
+                print(json.dumps(told | dataclasses.asdict(sample)))
     return 0
 
 

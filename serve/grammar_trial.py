@@ -135,7 +135,7 @@ class Trials:
         source = self._source()
         process = _Process(
             subprocess.Popen(
-                [sys.executable, "-m", "octavo.serve.grammar_trial"],
+                [sys.executable, "-P", "-m", "octavo.serve.grammar_trial"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ several it only supervises (`fleet.py`). It never imports jax.
 """
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -44,7 +45,10 @@ def run(engine_config: EngineConfig, config: ServerConfig, parts: Parts | None =
     try:
         listeners = listen(config.host, config.port, config.api_processes)
     except OSError as error:
-        print(f"octavo: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        reason = str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "it is in use; choose another with --port"
+        print(f"octavo: can't listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return EXIT_FAILED
 
     async def serve() -> int:
@@ -154,5 +158,7 @@ class Server:
             self._front.end()
             log.info("%s again: ending at once", number.name)
         else:
-            log.info("%s: draining, requests that run have %g s to end", number.name, self._drain)
+            more = "; a second one ends at once" if number == signal.SIGINT else ""
+            words = "%s: draining, requests that run have %g s to end%s"
+            log.info(words, number.name, self._drain, more)
         self._front.drain()

@@ -120,6 +120,9 @@ def test_generate_runs_the_samplings_of_an_experiment(tmp_path, capsys):
         (1.0, "a"),
         (1.0, "b"),
     ]
+    assert octavo("generate", f"--model={GGUF}", f"--config={path}", "--temperature=0.5") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {x["temperature"] for x in lines} == {0.5}, "what a flag overrides is told as it ran"
 
 
 def test_score_is_the_mean_loss_of_the_forward_pass(tmp_path, capsys):

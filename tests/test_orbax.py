@@ -61,6 +61,7 @@ def test_orbax_roundtrip(source, tmp_path, dtype):
     assert load_tokenizer(tmp_path / "orbax").chat_template == "hi"
     export_hf(again, tmp_path / "hf")
     assert_equal(checkpoint, load_checkpoint(tmp_path / "hf"))
+    assert len({file.stat().st_mode for file in (tmp_path / "hf").iterdir()}) == 1
     assert load_tokenizer(tmp_path / "hf").chat_template == "hi"
 
 

@@ -183,6 +183,23 @@ def test_an_http_server_that_ends_by_itself_is_not_waited_for():
         asyncio.run(deaf())
 
 
+def test_a_folder_named_octavo_where_it_starts_is_not_taken_for_the_package(tmp_path):
+    (tmp_path / "octavo").mkdir()
+    code = (
+        "import asyncio, sys\n"
+        "from octavo.serve.child import spawn\n"
+        "async def main():\n"
+        "    process = await spawn('octavo.serve.core', None)\n"
+        "    process.stdin.close()\n"
+        "    await process.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "No module named" not in done.stderr
+    assert "core.py" in done.stderr, "its own complaint about the spec that is none"
+
+
 def test_a_taken_port_is_one_clear_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -193,7 +210,7 @@ def test_a_taken_port_is_one_clear_line():
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"can't listen on 127.0.0.1:{port}" in done.stderr
+    assert f"can't listen on 127.0.0.1:{port}: it is in use; choose another" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -33,6 +33,10 @@ def export_hf(checkpoint: Checkpoint, path: str | Path, shard_bytes: int = SHARD
         shards.append(list(shard))
     _name_shards(folder, shards)
     write_json(folder / "config.json", hf_config(checkpoint))
+    # The library lets nobody else read what it writes.
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
     copy_companions(checkpoint.path, folder)
     if not (folder / "generation_config.json").exists():
         write_json(folder / "generation_config.json", _generation(checkpoint))
