@@ -14,6 +14,7 @@ from typing import Any
 from octavo.bench.clock_engine import VOCAB, ClockConfig
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.bench.server_tree import ServerTree, started
+from octavo.serve.command import command_of
 from octavo.serve.config import ServerConfig
 
 START_SECONDS = 60.0
@@ -25,7 +26,7 @@ def running(period: float = 0.0, api_processes: int = 1) -> Iterator[ServerTree]
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), VOCAB)
         order = {"tokenizer": folder, "period": period, "api_processes": api_processes}
-        command = [sys.executable, "-m", "octavo.bench.clock_server", json.dumps(order)]
+        command = [*command_of("octavo.bench.clock_server"), json.dumps(order)]
         with started(command, START_SECONDS) as server:
             yield server
 

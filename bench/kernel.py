@@ -1,13 +1,13 @@
 """`octavo bench kernel`: the kernels' own benchmarks, each a script beside this file."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
 
 from octavo.bench.report import flag_values
+from octavo.serve.command import command_of
 from octavo.serve.flags import UsageError
 
 HELP = """[NAME ...] [--flags] [-- flags of the script]
@@ -66,7 +66,7 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
     options = [word for word in rest if word.startswith("-")]
     for name in names:
         script = KERNELS[name]
-        command = [sys.executable, "-m", f"octavo.bench.{script.module}", *script.options]
+        command = [*command_of(f"octavo.bench.{script.module}"), *script.options]
         command += ["--sweep"] * flag["sweep"]
         code = tee([*command, *options], flag["out"])
         if code:

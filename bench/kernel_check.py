@@ -9,7 +9,6 @@ exit code is 1 unless all are good.
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +21,7 @@ import numpy as np
 from absl import app, flags
 
 from octavo.bench.report import Results, source_digest
+from octavo.serve.command import command_of
 
 _KERNELS = flags.DEFINE_list("kernels", [], "Kernels to try; all by default.")
 _LIMIT = flags.DEFINE_float("limit", 150, "Seconds that a kernel's process may take.")
@@ -205,7 +205,7 @@ def main(_: list[str]) -> int:
     if unknown:
         raise app.UsageError(f"--kernels: {unknown[0]!r} is none of {', '.join(KERNELS)}")
     results = Results("", source=source_digest())
-    command = [sys.executable, "-m", "octavo.bench.kernel_check"]
+    command = command_of("octavo.bench.kernel_check")
 
     def judge(name: str) -> bool:
         found = judged([*command, f"--alone={name}"], _LIMIT.value)

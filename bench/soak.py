@@ -25,6 +25,7 @@ from octavo.bench.server_tree import ServerTree, started
 from octavo.bench.soak_cases import Case, bad_cases, good_cases
 from octavo.bench.soak_client import Soak, answer_of
 from octavo.bench.soak_judge import same
+from octavo.serve.command import command_of
 from octavo.serve.event_loop import loop_factory
 
 NAME = "soak"
@@ -74,7 +75,7 @@ def run(config: Any, values: flags.FlagValues, rest: list[str]) -> int:
 
 def serving(arguments: Sequence[str]) -> Any:
     """Context manager: `octavo serve` with these flags, on a free port."""
-    command = [sys.executable, "-m", "octavo.serve.cli", "serve", "--port=0"]
+    command = [*command_of("octavo.serve.cli"), "serve", "--port=0"]
     command += [f"--served_model_name={NAME}", "--log_level=warning", *arguments]
     return started(command, START_SECONDS)
 

@@ -26,6 +26,7 @@ from absl import flags
 from octavo.bench.plain_tokenizer import write_tokenizer
 from octavo.bench.report import Results, flag_values, hardware, source_digest, table
 from octavo.bench.shapes import shape
+from octavo.serve.command import command_of
 from octavo.serve.flags import UsageError
 
 LIMIT_SECONDS = 540
@@ -191,7 +192,7 @@ def run_stage(stage: Stage, out: Path, engine: tuple[str, ...], limit: float) ->
     start = time.monotonic()
     takes_engine = stage.args[0] not in ("serve", "kernel")
     args = [*stage.args, f"--out={out}", *(engine if takes_engine else ())]
-    command = [sys.executable, "-m", "octavo.serve.cli", "bench", *args]
+    command = [*command_of("octavo.serve.cli"), "bench", *args]
     problem = ""
     try:
         if stage.server:
@@ -245,7 +246,7 @@ def server(args: list[str], ready: float) -> Iterator[str]:
     folder = tempfile.TemporaryDirectory()
     write_tokenizer(Path(folder.name), VOCABULARY)
     given = (f"--port={port}", f"--tokenizer={folder.name}", *args)
-    command = [sys.executable, "-m", "octavo.serve.cli", "serve", *given]
+    command = [*command_of("octavo.serve.cli"), "serve", *given]
     process = subprocess.Popen(command, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -32,6 +32,7 @@ from absl import flags
 
 from octavo.bench import engine as engine_bench
 from octavo.bench.report import Results, flag_values, rounded
+from octavo.serve.command import command_of
 from octavo.serve.config import EngineConfig
 from octavo.serve.configfile import LoadedConfig
 from octavo.serve.flags import UsageError, reason_of
@@ -90,7 +91,7 @@ def start_once(config: EngineConfig, prompt: int, limit: int) -> dict[str, Any]:
     """The timeline of one start in a process of its own; ValueError if it fails."""
     begun = time.time()
     order = json.dumps({"begun": begun, "prompt": prompt, "config": asdict(config)})
-    command = [sys.executable, "-m", "octavo.bench.startup"]
+    command = command_of("octavo.bench.startup")
     done = subprocess.run(
         command, input=order, capture_output=True, text=True, timeout=limit, check=False
     )
@@ -103,7 +104,7 @@ def start_once(config: EngineConfig, prompt: int, limit: int) -> dict[str, Any]:
 def compared(one: str, other: str, limit: int) -> dict[str, Any]:
     """Whether two artefact folders hold the same kernels, and the differences."""
     words = ["build", f"--artefact_dir={one}", f"--same_as={other}"]
-    command = [sys.executable, "-m", "octavo.serve.cli", *words]
+    command = [*command_of("octavo.serve.cli"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     return {"same": done.returncode == 0, "report": (done.stdout or done.stderr)[-2000:]}
 

@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from octavo.serve.command import command_of
+
 EXIT_ORPHANED = 3
 
 
@@ -25,10 +27,7 @@ async def spawn(
     """
     pickled = pickle.dumps(spec)  # before there is a process that would wait for it
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # a folder named octavo where the server was started is not the package
-        "-m",
-        module,
+        *command_of(module),
         stdin=asyncio.subprocess.PIPE,
         start_new_session=True,
         pass_fds=pass_fds,

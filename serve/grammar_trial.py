@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
+from octavo.serve.command import command_of
 from octavo.serve.grammar_compile import (
     GrammarError,
     TokenSource,
@@ -135,7 +136,7 @@ class Trials:
         source = self._source()
         process = _Process(
             subprocess.Popen(
-                [sys.executable, "-P", "-m", "octavo.serve.grammar_trial"],
+                command_of("octavo.serve.grammar_trial"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
