@@ -241,7 +241,7 @@ def _kernel(
     k_ref: Ref,  # [N, p, K, D]
     v_ref: Ref,  # [N, p, K, D]
     *refs: Ref,  # with a front cos and sin [S, D / 2], and two norms [D]; then the results:
-    # parts [S, C, K, Q, D], log-sum-exp [S, C, K, R]; with a front queries [lanes, 2, R, D]
+    # parts [S, C, K, stored, D], log-sum-exp [S, C, K, R]; with a front queries [lanes, 2, R, D]
     shape: TileShape,
     spec: AttentionSpec,
     tuning: DecodeTuning,
@@ -482,7 +482,8 @@ def _compute_items(
         plgpu.commit_smem()
         rows = pl.ds(0, shape.rows)
         parts, lse = (result.at[item.row, item.part, item.head] for result in results)
-        # TMA leaves out the rows beyond those that hold queries: of parts there are no others.
+        # Of fewer than eight rows parts have no others, and TMA leaves out the rest of its box. A
+        # start that is known would be held to the array's bounds.
         first = item.head * 0
         plgpu.copy_smem_to_gmem(out_tile.at[rows], parts.at[pl.ds(first, shape.rows)])
         plgpu.copy_smem_to_gmem(lse_tile.at[rows], lse)

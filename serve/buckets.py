@@ -46,20 +46,15 @@ class Buckets:
         decode_rows: rows of a decode step.
         mixed_tokens: tokens of a step that holds prefill chunks.
         pages: pages of a row's block table (context classes).
+        decode_pages: those of a decode step.
         max_num_seqs: rows of a step.
-        short: pages of a class that decode steps have besides, or None.
     """
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     pages: tuple[int, ...]
+    decode_pages: tuple[int, ...]
     max_num_seqs: int
-    short: int | None = None
-
-    @property
-    def decode_pages(self) -> tuple[int, ...]:
-        """Pages of a row's block table in a decode step."""
-        return self.pages if self.short is None else (self.short, *self.pages)
 
     def decode(self, rows: int, pages: int) -> Bucket:
         """Smallest decode bucket for `rows` rows of up to `pages` pages."""
@@ -121,8 +116,8 @@ def make_buckets(
         decode_rows=classes(FEWEST_DECODE_ROWS if fine else 1, max_num_seqs),
         mixed_tokens=tuple(sorted({*tokens, *_quarters(tokens, fine=fine)})),
         pages=pages,
+        decode_pages=(short, *pages) if short and short < pages[0] else pages,
         max_num_seqs=max_num_seqs,
-        short=short if short and short < pages[0] else None,
     )
 
 

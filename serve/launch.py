@@ -142,7 +142,7 @@ def assemble(
     block, matmul = _block(config, model, mesh), _matmul(config, model, mesh)
     graph = Graph(family_of(model), model, config.attention, mesh, page_size, block, matmul)
     limits = _limits(config, graph, gpu=gpu, serving=serving)
-    settings = _settings(config, limits, graph.config, gpu=gpu)
+    settings = _settings(config, limits, model, gpu=gpu)
     layout = model.cache_layout(limits.num_pages, page_size)
     store = _store(config, graph, {"limits": asdict(limits), "settings": repr(settings)})
     _require_attention(ProgramBuilder(graph, layout, settings))
