@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from octavo.serve import logs
 from octavo.serve.child import follow_parent
 from octavo.serve.control import Controls
 from octavo.serve.core_engine import CoreEngine
+from octavo.serve.handover import leave
 from octavo.serve.queue import QueueFull
 from octavo.serve.types import FINISH_ABORT, TokenEvent
 from octavo.serve.wire import (
@@ -64,12 +66,14 @@ class CoreSpec:
     """How to start a core: where to listen, in a folder of the parent's own, and what to build.
 
     `factory` is an importable "module:attribute" called with `config`; `weights` says which ones
-    these are, if a former life has loaded others than it began with.
+    these are, if a former life has loaded others than it began with, and `handover` is where this
+    one writes the same (`handover.py`).
     """
 
     address: str
     factory: str
     config: Any
+    handover: Path
     log_level: str = "info"
     weights: EngineState = field(default_factory=EngineState)
 
@@ -82,11 +86,12 @@ class CoreLoop:
         engine: CoreEngine,
         socket: zmq.Socket[bytes],
         weights: EngineState | None = None,
+        handover: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._socket = socket
-        self._clock = clock
+        self._handover, self._clock = handover, clock
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self._owners: dict[str, bytes] = {}
@@ -100,7 +105,7 @@ class CoreLoop:
             engine,
             weights or EngineState(),
             answer=self._answer_order,
-            tell=self.broadcast,
+            tell=self._tell_state,
             abort_all=self._abort_all,
             excuse=lambda: self.broadcast(Compiling()),
         )
@@ -191,8 +196,8 @@ class CoreLoop:
             case Hello():
                 self._clients.add(identity)
                 self._send_stats()
+                self._send(identity, self._controls.state)  # known before anything is served
                 self._send(identity, self._ready())
-                self._send(identity, self._controls.state)
             case Control():
                 self._controls.take(identity, message)
             case Shutdown():
@@ -297,6 +302,11 @@ class CoreLoop:
         self._send_stats()
         self._send(identity, reply)
 
+    def _tell_state(self, state: EngineState) -> None:
+        if self._handover is not None:
+            leave(self._handover, state)
+        self.broadcast(state)
+
     def _send_stats(self) -> None:
         self._stats_due = self._clock() + STATS_PERIOD
         self.broadcast(Events(stats=self._engine.stats()))
@@ -360,7 +370,7 @@ def main() -> int:
         socket.close()
         return EXIT_FAILED
     freeze_loaded()
-    code = CoreLoop(engine, socket, spec.weights).run()
+    code = CoreLoop(engine, socket, spec.weights, spec.handover).run()
     socket.close()
     return code
 

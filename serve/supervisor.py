@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from octavo.serve.breaker import RestartBudget
 from octavo.serve.child import spawn
 from octavo.serve.config import ServerConfig
 from octavo.serve.core import EXIT_FAILED, CoreSpec
+from octavo.serve.handover import left
 from octavo.serve.wire import (
     SUPERVISOR,
     Compiling,
@@ -110,7 +112,6 @@ class CoreSupervisor:
         self._reason: str | None = None
         self._told = asyncio.Event()
         self._loaded = False
-        self._weights = EngineState()
         self._silence = Silence()
         self._task: asyncio.Task[None] | None = None
         self.news = EngineNews("restarting", reason="the engine has not been started")
@@ -188,8 +189,10 @@ class CoreSupervisor:
         self._reason, self._loaded = None, False
         self._told.clear()
         address = f"ipc://{self._folder}/core-{restarts}"
-        config, level = self._present_config(), self._config.log_level
-        spec = CoreSpec(address, self._factory, config, level, self._weights)
+        handover = Path(self._folder, "weights")
+        weights = left(handover)
+        config, level = self._config_with(weights), self._config.log_level
+        spec = CoreSpec(address, self._factory, config, handover, level, weights)
         self._process = await spawn("octavo.serve.core", spec)
         self._socket = connect(address, SUPERVISOR)
         self._send(Hello())
@@ -209,9 +212,9 @@ class CoreSupervisor:
             await asyncio.gather(*helpers, return_exceptions=True)
         return self._reason or f"{errors.CORE_DEAD} (exit code {code})"
 
-    def _present_config(self) -> Any:
+    def _config_with(self, weights: EngineState) -> Any:
         """The settings, with the model whose weights were loaded last; its tokenizer stays."""
-        config, model = self._engine_config, self._weights.model
+        config, model = self._engine_config, weights.model
         if not model:
             return config
         return dataclasses.replace(config, model=model, tokenizer=config.tokenizer or config.model)
@@ -229,8 +232,6 @@ class CoreSupervisor:
             if isinstance(message, Fatal):
                 self._reason = message.message
                 self._told.set()
-            elif isinstance(message, EngineState):
-                self._weights = message
             elif isinstance(message, Ready):
                 self._loaded = True
                 self.ready.set()

@@ -117,7 +117,7 @@ class Controlled(msgspec.Struct, tag="controlled"):
 
 
 class EngineState(msgspec.Struct, tag="state"):
-    """What operators have changed since the start; sent on every change, and behind Ready.
+    """What operators have changed since the start; sent on every change, and before Ready.
 
     Events that come later are of this state's weights.
 

@@ -172,7 +172,7 @@ class Engines:
 
     async def live(self, epoch=0):
         self.client.on_news(EngineNews("ready", address="a"))
-        for message in (Ready(100, 300, (2,)), EngineState(weights_epoch=epoch)):
+        for message in (EngineState(weights_epoch=epoch), Ready(100, 300, (2,))):
             self.wires[-1].messages.put_nowait(msgspec.msgpack.encode(message))
         await self.settle()
 

@@ -84,7 +84,7 @@ def test_hello_is_answered_with_the_model(make):
     harness = make(generation={"top_k": 5})
     client = harness.client()
     harness.send(client, Hello())
-    ready, state = harness.received(client)
+    state, ready = harness.received(client)
     assert ready == Ready(2048, 300, (257,), {"top_k": 5})
     assert state == EngineState(paused=False, weights_epoch=0, model="")
 
@@ -274,7 +274,7 @@ def test_shutdown_ends_the_loop(make):
     harness.send(client, Hello())
     harness.send(client, Shutdown())
     assert harness.loop.run() == 0
-    assert isinstance(harness.received(client)[0], Ready)
+    assert isinstance(harness.received(client)[1], Ready)
 
 
 def test_resolve_names():
