@@ -107,7 +107,7 @@ class LLM:
         try:
             for prompt, one, grammar_ in self._paired(_as_list(prompts), params, grammar):
                 jobs.append(self._job(prompt, one, grammar_))
-                self._start(jobs[-1], mailbox)
+            self._start(jobs, mailbox)
             return self._finish(jobs, mailbox, progress=progress)
         finally:
             self._driver.drop([id_ for job in jobs for id_ in job.ids])
@@ -128,7 +128,7 @@ class LLM:
         params = self.default_params() if params is None else _checked(params)
         job = self._job(prompt, params, grammar)
         try:
-            self._start(job, mailbox)
+            self._start([job], mailbox)
             for request_id, delta in self._run(job.ids, mailbox):
                 one = _Collected()
                 one.add(delta)
@@ -235,9 +235,20 @@ class LLM:
         self._driver.watch(job, job.ids)
         return job
 
-    def _start(self, job: "_Job", mailbox: Mailbox) -> None:
-        """Queue the samples of a job, whose ids the caller drops."""
-        serial = next(self._serial)
+    def _start(self, jobs: Sequence["_Job"], mailbox: Mailbox) -> None:
+        """Queue the samples of jobs, whose ids the caller drops.
+
+        The longest come first: as the last to end, they would keep the device with few rows to
+        compute. Seeds are drawn in the order of the jobs.
+        """
+        asked = [(job, request) for job in jobs for request in self._requests(job)]
+        asked.sort(key=lambda pair: -(pair[1].params.max_tokens or 0))
+        for job, request in asked:
+            job.samples[request.request_id] = self._driver.submit(request, mailbox)
+
+    def _requests(self, job: "_Job") -> list[Request]:
+        """The resolved requests of a job's samples, whose ids it takes."""
+        serial, requests = next(self._serial), []
         for number in range(job.params.n):
             job.ids.append(f"{serial}-{number}")
             request = Request(
@@ -248,7 +259,9 @@ class LLM:
                 sample_index=number,
                 grammar=job.grammar,
             )
-            job.samples.append(self._driver.submit(request, mailbox))
+            with self._driver.alone() as engine:
+                requests.append(engine.resolved(request))
+        return requests
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -340,7 +353,7 @@ class _Collected:
 
 
 class _Job:
-    """One prompt in progress: ids and outputs of its samples, in order."""
+    """One prompt in progress: ids of its samples in order, and their outputs."""
 
     def __init__(
         self,
@@ -352,10 +365,10 @@ class _Job:
         self.text, self.prompt_ids, self.params = text, prompt_ids, params
         self.grammar = grammar
         self.ids: list[str] = []
-        self.samples: list[SampleOutput] = []
+        self.samples: dict[str, SampleOutput] = {}
 
     def result(self, collected: Mapping[str, _Collected]) -> RequestOutput:
-        first = self.samples[0]
+        first = self.samples[self.ids[0]]
         return RequestOutput(
             prompt=self.text,
             prompt_token_ids=self.prompt_ids,

@@ -62,6 +62,11 @@ class EngineConfig:
     max_batch_tokens: int | str = setting(
         AUTO, "tokens a step computes at most; auto: 8192 on GPU, 512 on CPU"
     )
+    mixed_tokens: int | str = setting(
+        AUTO,
+        "tokens of a step in which many requests decode, of more if few do (max_step_ms bounds its "
+        "time instead); auto: about 14 ms of a GPU, no bound on CPU",
+    )
     max_decode_steps: int = setting(8, "decode steps in one dispatch at most, 1 .. 64")
     decode_wait_ms: int | str = setting(
         AUTO, "ms a newcomer may wait for multi-step decode; auto: 4 in a server, else no limit"
@@ -107,6 +112,7 @@ class EngineConfig:
         _auto_or_int(self, "num_pages", 2)
         _auto_or_int(self, "max_num_seqs", 1, 4096)
         _auto_or_int(self, "max_batch_tokens", 1, 1 << 20)
+        _auto_or_int(self, "mixed_tokens", 1, 1 << 20)
         _in_range(self, "max_decode_steps", 1, 64)
         _auto_or_int(self, "decode_wait_ms", 0, 60_000)
         _in_range(self, "max_step_ms", 0, 60_000)

@@ -103,11 +103,21 @@ class Engine:
         self.pace = DecodePace(decode_wait, scheduler.config.max_decode_steps, gap)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Resolves max_tokens, draws the seed, fills in end-of-sequence ids.
+        """Queue a request, resolved if it was not.
 
-        One with a grammar is not admitted before that is compiled. Raises ValueError for a prompt
-        that is empty, too long or holds ids outside the vocabulary and for ignore_eos or thinking
-        with a grammar, and QueueFull when too many requests wait.
+        One with a grammar is not admitted before that is compiled. Raises ValueError as `resolved`
+        does, and QueueFull when too many requests wait.
+        """
+        request = self.resolved(request)
+        self.scheduler.add(request, self._clock(), held=request.grammar is not None)
+        if request.grammar is not None:
+            self._start_grammar(request)
+
+    def resolved(self, request: Request) -> Request:
+        """The request with its max_tokens, a seed and the end-of-sequence ids.
+
+        Raises ValueError for a prompt that is empty, too long or holds ids outside the vocabulary
+        and for ignore_eos or thinking with a grammar.
         """
         check_prompt(request.prompt, self.model_config.vocab_size, self.max_model_len)
         params = request.params
@@ -128,9 +138,7 @@ class Engine:
         if request.grammar is not None and params.ignore_eos:
             raise ValueError("ignore_eos can't be true with a grammar, which says where to end")
         check_thinking(request, self.model_config.vocab_size)
-        self.scheduler.add(request, self._clock(), held=request.grammar is not None)
-        if request.grammar is not None:
-            self._start_grammar(request)
+        return request
 
     def _start_grammar(self, request: Request) -> None:
         try:

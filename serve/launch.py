@@ -40,6 +40,7 @@ from octavo.serve.grammar import Grammars
 from octavo.serve.grammar_compile import token_source
 from octavo.serve.grammar_trial import Trials
 from octavo.serve.limits import GIB, Limits, Memory, page_size_of, resolve_limits
+from octavo.serve.mixed_steps import MixedSteps, least_tokens
 from octavo.serve.pace import SERVING_DECODE_WAIT
 from octavo.serve.programs import ProgramBuilder, ProgramSettings
 from octavo.serve.runner import Runner
@@ -148,9 +149,10 @@ def assemble(
     _require_attention(ProgramBuilder(graph, layout, settings))
     runner = Runner(graph, checkpoint.params, layout, settings, store, strict=strict)
     budget = _step_budget(config, settings)
+    mixed = _mixed_steps(config, checkpoint, settings, gpu=gpu, serving=serving)
     scheduler = Scheduler(
         _scheduler_config(config, limits, layout.dtype, serving=serving),
-        budget.prefill_tokens if budget else None,
+        (budget or mixed).prefill_tokens,
         settings.buckets.worthwhile,
     )
     log.info("%s: %s (%.2f GiB)", config.model, limits, layout.num_pages * layout.page_bytes / GIB)
@@ -252,6 +254,26 @@ def _step_budget(config: EngineConfig, settings: ProgramSettings) -> StepBudget 
     if not config.max_step_ms:
         return None
     return StepBudget(config.max_step_ms / 1e3, settings.buckets.mixed_tokens)
+
+
+def _mixed_steps(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    settings: ProgramSettings,
+    *,
+    gpu: bool,
+    serving: bool,
+) -> MixedSteps:
+    """What keeps mixed steps short where no max_step_ms does; on a CPU all steps are."""
+    classes = settings.buckets.mixed_tokens
+    if config.mixed_tokens != AUTO:
+        least = int(config.mixed_tokens)
+    elif gpu:
+        weights = sum(leaf.size for leaf in jax.tree.leaves(checkpoint.params["layers"]))
+        least = least_tokens(weights, config.tensor_parallel)
+    else:
+        least = classes[-1]
+    return MixedSteps(least, classes, serving=serving)
 
 
 def _block(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> str:

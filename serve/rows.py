@@ -47,6 +47,16 @@ class Rows:
         """Whether the index is asked for pages of a request at all."""
         return self.index is not None and state.may_hit
 
+    def lead(self, waiting: RequestState | None) -> int:
+        """Tokens that the longest row which decodes has to go more than any that does not yet.
+
+        `waiting` is the next to get a row, if anybody waits: it stands for all behind it.
+        """
+        left = {True: 0, False: waiting.limit - waiting.drawn if waiting else 0}
+        for state in self.running:
+            left[state.decoding] = max(left[state.decoding], state.limit - state.drawn)
+        return left[True] - left[False]
+
     def uncomputed(self) -> int:
         """Prompt tokens that running rows have yet to compute."""
         return sum(len(s.tokens) - s.computed for s in self.running if not s.decoding)

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +47,8 @@ from octavo.serve.types import (
     TokenEvent,
 )
 
-PrefillBudget = Callable[[int, int], int]
-"""(decode rows, tokens in their caches) -> prefill tokens that keep the step short enough."""
+PrefillBudget = Callable[[int, Callable[[], int]], int]
+"""(decode rows, lead) -> prefill tokens that keep the step short enough; lead is `Rows.lead`."""
 
 Worthwhile = Callable[[int, int, int], int]
 """(tokens of a step, the least of them, rows) -> those to compute now; see `Buckets.worthwhile`."""
@@ -309,7 +310,8 @@ class Scheduler:
     def _tokens_for_prefill(self, rows: list[ScheduledRow]) -> int:
         budget = self.config.max_batch_tokens - len(rows) - sum(len(row.forced) for row in rows)
         if self._prefill_budget is not None:
-            allowed = self._prefill_budget(len(rows), sum(row.start + 1 for row in rows))
+            first = self._waiting.next(begun=self._closed)
+            allowed = self._prefill_budget(len(rows), partial(self._rows.lead, first))
             budget = min(budget, max(allowed, self.config.page_size))
         return budget
 

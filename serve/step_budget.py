@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class StepBudget:
@@ -31,11 +31,11 @@ class StepBudget:
         self._measured_at: dict[int, int] = {}
         self._steps = 0
 
-    def prefill_tokens(self, decode_rows: int, cached: int) -> int:
+    def prefill_tokens(self, decode_rows: int, lead: Callable[[], int]) -> int:
         """Prompt tokens for a step with so many decode rows; 0 if even the smallest is too many.
 
-        Without decode rows nobody waits for a token, and the largest class may be filled. The
-        tokens in the rows' caches are part of what was measured.
+        Without decode rows nobody waits for a token, and the largest class may be filled. With
+        them the limit holds whatever their `lead`.
         """
         if decode_rows == 0:
             return self._classes[-1]

@@ -31,6 +31,7 @@ OTHER = {
     "kv_fraction": 0.5,
     "max_num_seqs": 3,
     "max_batch_tokens": 64,
+    "mixed_tokens": 48,
     "max_decode_steps": 2,
     "decode_wait_ms": 12,
     "max_step_ms": 7.5,

@@ -12,7 +12,7 @@ from tiny import ARTEFACTS
 
 import octavo
 from octavo.interrupts import interrupts_deferred
-from octavo.sampling.params import SamplingParams
+from octavo.sampling.params import MAX_SEED, SamplingParams
 from octavo.serve.config import EngineConfig
 from octavo.serve.inflight import InFlight
 from octavo.serve.launch import build_engine
@@ -78,6 +78,22 @@ def test_generate_keeps_the_order_of_the_prompts(llm):
         (sample,) = output.outputs
         assert (sample.index, sample.text, sample.finish_reason) == (0, "", "length")
         assert output.prompt is None
+
+
+def test_the_longest_are_queued_first_and_seeds_are_drawn_in_the_callers_order(llm, monkeypatch):
+    added, add = [], llm.engine.add
+    monkeypatch.setattr(llm.engine, "add", lambda asked: (added.append(asked), add(asked))[1])
+    monkeypatch.setattr(llm.engine, "_seeds", np.random.default_rng(7))
+    drawing = np.random.default_rng(7)
+    drawn = [int(drawing.integers(MAX_SEED)) for _ in range(5)]
+    lengths = (3, 9, 3, 6, 9)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate([prompts()[1]] * 5, params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(lengths)
+    queued = [(asked.params.max_tokens, asked.params.seed) for asked in added]
+    assert queued == [(lengths[i], drawn[i]) for i in (1, 4, 3, 0, 2)]
+    alone = [llm.generate(prompts()[1], seeded(s, n))[0] for s, n in zip(drawn, lengths)]
+    assert [o.outputs[0].token_ids for o in alone] == [o.outputs[0].token_ids for o in outputs]
 
 
 def test_one_prompt_may_stand_alone_and_be_an_array(llm):
