@@ -4,11 +4,11 @@
 
 The mix of workload.json offline, at 256 requests at once and at 32, 16 and 4 a second; one JSON
 line each. The scheduler is the engine's own. The device is a table of what steps of Llama 3 8B's
-shape were measured to take (bench/results), with decode rows' keys read at the measured rates; all
-times are SLOWER than that, as a server's were. With the MIXED_READ of that day, 2.95e12, the runs of
-2026-12-03 are met to 4 %, but for times to first token, which lack what HTTP and the host add, about
-4 ms. Not modelled: the engine's host, and clocks that fall under load: offline the device took 8 %
-longer.
+shape were measured to take (bench/results), with decode rows' keys read at the measured rates, and
+all of it SLOWER, as a server's were. With the MIXED_READ of that day, 2.95e12, the runs of
+2026-12-03 are met to 4 %, but for times to first token, which lack what HTTP and the host add,
+about 4 ms. Not modelled: the engine's host, and clocks that fall under load: offline the device
+took 8 % longer.
 """
 
 import heapq
