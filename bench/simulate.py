@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 from absl import app, flags
 
+from octavo.bench.report import spread
 from octavo.bench.workload import load
 from octavo.sampling.params import SamplingParams
 from octavo.serve.buckets import Buckets, make_buckets
@@ -32,13 +33,29 @@ _TOKENS = flags.DEFINE_integer("mixed_tokens", 640, "As the engine's setting; 81
 _LONGEST_FIRST = flags.DEFINE_bool("longest_first", True, "Offline, as `LLM.generate` does.")
 _REQUESTS = flags.DEFINE_integer("requests", 1000, "The first so many of the mix.")
 
-DECODE_MS = {8: 4.4, 16: 4.45, 32: 4.55, 64: 5.1, 128: 5.4, 256: 8, 384: 10.2, 512: 12.7} | {
+DECODE_MS = {
+    8: 4.4,
+    16: 4.45,
+    32: 4.55,
+    64: 5.1,
+    128: 5.4,
+    256: 8,
+    384: 10.2,
+    512: 12.7,
     768: 17.8,
     1024: 22.2,
 }
 """A decode step without reading the cache, by class of rows."""
 
-MIXED_MS = {32: 5.6, 128: 6.3, 256: 8.2, 384: 10.4, 512: 12.8, 640: 15.1, 768: 17.8, 896: 20} | {
+MIXED_MS = {
+    32: 5.6,
+    128: 6.3,
+    256: 8.2,
+    384: 10.4,
+    512: 12.8,
+    640: 15.1,
+    768: 17.8,
+    896: 20,
     1024: 21.9,
     2048: 43.2,
     4096: 85.2,
@@ -81,8 +98,8 @@ class Outcome:
         made = sum(outputs[i] for i in self.ended)
         return {
             "out_tok_s": round(made / max(self.ended.values()) * 1e3, 1),
-            **{f"ttft_ms_p{q}": round(float(np.percentile(first, q)), 1) for q in (50, 99)},
-            **{f"tpot_ms_p{q}": round(float(np.percentile(later, q)), 2) for q in (50, 99)},
+            **spread("ttft_ms", first, 1),
+            **spread("tpot_ms", later, 2),
         }
 
 

@@ -16,13 +16,13 @@ import logging
 import os
 import pwd
 import stat
-import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from octavo.serve.atomic import UNFINISHED, write_atomically
 from octavo.serve.config import AUTO
 
 log = logging.getLogger("octavo.artefact")
@@ -30,8 +30,6 @@ log = logging.getLogger("octavo.artefact")
 DIGEST_BYTES = 32
 MANIFEST = "manifest.json"
 SUFFIX = ".bin"
-UNFINISHED = "tmp-"
-"""Prefix of files that are being written, and of the locks of their writers."""
 
 BUILD_WAIT_SECONDS = 600.0
 """How long a program that another process builds is waited for; then it is built here too."""
@@ -178,7 +176,7 @@ class ArtefactStore:
             self._say_what_differs(depends_on)
             about = {"model": model, "made": time.strftime("%Y-%m-%d %H:%M:%S")}
             manifest = {"about": about, "depends_on": depends_on}
-            _write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+            write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
     def _hold(self) -> None:
         """Make the folder and share its lock, so that nobody removes it before this object ends."""
@@ -233,7 +231,7 @@ class ArtefactStore:
         """Keep `payload`; a full disk costs the artefact, not the engine."""
         digest = bound_digest(self.folder.name, name, payload)
         try:
-            _write_atomically(self._path(name), digest + payload)
+            write_atomically(self._path(name), digest + payload)
         except OSError as error:
             log.warning("artefact %s not saved: %s", self._path(name), error)
 
@@ -303,14 +301,3 @@ def _is_at(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

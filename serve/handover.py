@@ -5,11 +5,11 @@ operator's hearing that a change is done and the next core's knowing of it.
 """
 
 import logging
-import os
 from pathlib import Path
 
 import msgspec
 
+from octavo.serve.atomic import write_atomically
 from octavo.serve.wire import EngineState
 
 log = logging.getLogger("octavo.core")
@@ -20,10 +20,8 @@ def leave(path: Path, state: EngineState) -> None:
 
     What can't be written is logged: this core is well; a successor loads what `path` held before.
     """
-    fresh = path.with_suffix(".new")
     try:
-        fresh.write_bytes(msgspec.msgpack.encode(state))
-        os.replace(fresh, path)
+        write_atomically(path, msgspec.msgpack.encode(state))
     except OSError as error:
         log.error("a restarted engine would not know of the present weights: %s", error)
 

@@ -17,7 +17,6 @@ from octavo.serve.artefact import (
     FOLDER_NAME,
     MANIFEST,
     SUFFIX,
-    UNFINISHED,
     ExposedError,
     check_private,
     differences,
@@ -25,6 +24,7 @@ from octavo.serve.artefact import (
     read_manifest,
     read_payload,
 )
+from octavo.serve.atomic import UNFINISHED
 
 USABLE, STALE, FOREIGN, CORRUPT, EXPOSED = "usable", "stale", "foreign", "corrupt", "exposed"
 MACHINE = ("device", "platform", "devices", "cpu")
