@@ -4,43 +4,51 @@ A dispatch made as soon as the one before it starts would fix who is in it a who
 whoever arrives meanwhile waits for both. Made just before the device runs dry it takes them along.
 """
 
+from collections import deque
 from collections.abc import Hashable
 
 
-class Running:
-    """A running mean, and how far measurements lie from it (as of Jacobson's round-trip times)."""
+class Window:
+    """The latest measurements of something, and between which bounds nine in ten of them lie.
 
-    WEIGHT = 0.2
+    A mean with its deviation would widen for tens of steps after every hiccup (a collection, a
+    neighbour's interrupt), and each step put off by less lets fewer newcomers in.
+    """
+
+    LENGTH, RARE, FEWEST = 32, 10, 4
+    """Kept; one in RARE may lie outside on either side; fewer than FEWEST say nothing."""
 
     def __init__(self) -> None:
-        self.mean: float | None = None
-        self.deviation = 0.0
+        self._latest: deque[float] = deque(maxlen=self.LENGTH)
+        self._sorted: list[float] = []
 
     def note(self, value: float) -> None:
-        """Take a measurement; the first counts for certain by half."""
-        if self.mean is None:
-            self.mean, self.deviation = value, value / 2
-            return
-        error = value - self.mean
-        self.mean += self.WEIGHT * error
-        self.deviation += self.WEIGHT * (abs(error) - self.deviation)
+        """Take a measurement."""
+        self._latest.append(value)
+        self._sorted = sorted(self._latest)
+
+    def bounds(self) -> tuple[float, float] | None:
+        """The least and the most that is usual; None while too little is known."""
+        count = len(self._sorted)
+        if count < self.FEWEST:
+            return None
+        rare = count // self.RARE
+        return self._sorted[rare], self._sorted[-1 - rare]
 
 
 class DispatchSlack:
     """Learns how long dispatches keep the device and how long one takes to make.
 
-    Both are taken with four times their mean deviation to the safe side. A device that has run dry
-    because a dispatch was put off makes a further margin grow, which shrinks with each that was in
-    time.
+    Of both what is usual counts, to the safe side. A device that has run dry because a dispatch
+    was put off makes a further margin grow, which shrinks with each that was in time.
     """
 
-    DEVIATIONS = 4
     LEAST_MARGIN, MOST_MARGIN = 0.0003, 0.003
     GROW, SHRINK = 1.5, 0.98
 
     def __init__(self) -> None:
-        self._device: dict[Hashable, Running] = {}
-        self._host = Running()
+        self._device: dict[Hashable, Window] = {}
+        self._host = Window()
         self._margin = self.LEAST_MARGIN
         self._put_off = False
 
@@ -54,18 +62,17 @@ class DispatchSlack:
 
     def answered(self, kind: Hashable, seconds: float) -> None:
         """A dispatch of this kind kept the device so long."""
-        self._device.setdefault(kind, Running()).note(seconds)
+        self._device.setdefault(kind, Window()).note(seconds)
 
     def left(self, kind: Hashable, since: float, now: float) -> float:
         """Seconds from `now` that the dispatch after one of this kind may be put off.
 
         `since` is when the device began with the latter. 0 where nothing is known.
         """
-        device, host = self._device.get(kind), self._host
-        if device is None or device.mean is None or host.mean is None:
+        device, host = self._device.get(kind), self._host.bounds()
+        usual = device.bounds() if device else None
+        if usual is None or host is None:
             return 0.0
-        most = device.mean - self.DEVIATIONS * device.deviation
-        lead = host.mean + self.DEVIATIONS * host.deviation + self._margin
-        left = max(0.0, since + most - lead - now)
+        left = max(0.0, since + usual[0] - host[1] - self._margin - now)
         self._put_off |= left > 0
         return left

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny import tiny_engine
 
 from octavo.sampling.params import SamplingParams
-from octavo.serve.slack import DispatchSlack
+from octavo.serve.slack import DispatchSlack, Window
 from octavo.serve.types import Request
 
 STEADY = 30
@@ -25,16 +25,20 @@ def learnt(device, host=0.001, late=False, times=STEADY):
 def test_nothing_is_put_off_before_anything_is_known():
     slack = DispatchSlack()
     assert slack.left("decode", 0.0, 0.0) == 0.0
-    slack.answered("decode", 0.01)
+    for _ in range(Window.FEWEST):
+        assert slack.left("decode", 0.0, 0.0) == 0.0
+        slack.answered("decode", 0.01)
     assert slack.left("decode", 0.0, 0.0) == 0.0  # how long a dispatch takes is not known
-    slack.dispatched(0.001, late=False)
+    for _ in range(Window.FEWEST):
+        slack.dispatched(0.001, late=False)
     assert slack.left("mixed", 0.0, 0.0) == 0.0
+    assert slack.left("decode", 0.0, 0.0) > 0.0
 
 
 def test_a_steady_device_is_used_to_its_end_less_the_time_of_a_dispatch():
     slack = learnt(0.010)
-    assert slack.left("decode", 5.0, 5.0) == pytest.approx(0.010 - 0.001 - 0.0003, abs=5e-4)
-    assert slack.left("decode", 5.0, 5.004) == pytest.approx(0.0047, abs=5e-4)
+    assert slack.left("decode", 5.0, 5.0) == pytest.approx(0.010 - 0.001 - 0.0003, abs=1e-5)
+    assert slack.left("decode", 5.0, 5.004) == pytest.approx(0.0047, abs=1e-5)
     assert slack.left("decode", 5.0, 5.0095) == 0.0
 
 
@@ -45,6 +49,23 @@ def test_a_device_that_ran_dry_because_of_it_is_given_more_time():
     assert before == pytest.approx(learnt(0.010).left("decode", 0.0, 0.0), abs=1e-5)
     slack.dispatched(0.001, late=True)
     assert 0.0 < slack.left("decode", 0.0, 0.0) < before
+
+
+def test_a_hiccup_takes_nothing_from_those_who_come_after_it():
+    slack = learnt(0.010)
+    before = slack.left("decode", 0.0, 0.0)
+    slack.answered("decode", 0.002)  # read late, and so the next one early
+    slack.answered("decode", 0.018)
+    slack.dispatched(0.009, late=False)
+    assert slack.left("decode", 0.0, 0.0) == pytest.approx(before, abs=1e-5)
+
+
+def test_a_change_that_stays_is_learnt():
+    slack = learnt(0.010)
+    for _ in range(Window.LENGTH):
+        slack.answered("decode", 0.006)
+        slack.dispatched(0.002, late=False)
+    assert slack.left("decode", 0.0, 0.0) == pytest.approx(0.006 - 0.002 - 0.0003, abs=1e-5)
 
 
 def test_what_varies_is_put_off_for_most_of_its_time_and_hardly_ever_late():
@@ -58,8 +79,8 @@ def test_what_varies_is_put_off_for_most_of_its_time_and_hardly_ever_late():
         put_off.append(left)
         slack.dispatched(host, late=dry)
         slack.answered("decode", max(device, left + host) if dry else device)
-    assert late < 20
-    assert sum(put_off) / len(put_off) > 0.0018
+    assert late < 40
+    assert sum(put_off) / len(put_off) > 0.0026
 
 
 @given(
@@ -67,7 +88,7 @@ def test_what_varies_is_put_off_for_most_of_its_time_and_hardly_ever_late():
     st.lists(st.floats(1e-5, 0.02), min_size=1, max_size=40),
     st.floats(0, 0.3),
 )
-def test_never_beyond_the_mean_less_a_dispatch(device, host, passed):
+def test_never_beyond_the_longest_less_the_shortest_dispatch(device, host, passed):
     slack = DispatchSlack()
     for seconds in device:
         slack.answered("decode", seconds)
