@@ -209,7 +209,8 @@ class Engine:
         since = self._steps.since
         if self._in_flight is None or since is None:
             return 0.0
-        return self._slack.left(self.runner.kind(self._in_flight.batch), since, self._clock())
+        kind, prompts = self.runner.kind(self._in_flight.batch), self.scheduler.has_prompts()
+        return self._slack.left(kind, since, self._clock(), prompts=prompts)
 
     def step(self) -> list[TokenEvent]:
         """Advance by one dispatch and return what is new.
@@ -249,17 +250,20 @@ class Engine:
         `started` is when its scheduling began.
         """
         late = self._in_flight is not None and self._in_flight.done
+        masked = self.grammars.constrain(batch) or may_close(batch)
         begun: InFlight | Forwarded
-        if self.grammars.constrain(batch) or may_close(batch):
-            begun = self.runner.forward(batch, grammar=True)
-        else:
+        if batch.is_decode and not masked:
             begun = self.runner.dispatch(batch)
+        else:
+            begun = self.runner.forward(batch, grammar=masked)
         now = self._clock()
-        if batch.is_decode and self._in_flight is not None:
-            # What prefills are made of begins while the rest of it is still on its way.
-            late = self._in_flight.done
-            self._slack.dispatched(now - started, late=late)
+        if self._in_flight is not None:
+            # What prompts are made of begins while the rest of it is still on its way.
+            late = self._in_flight.done if batch.is_decode else late
+            self._slack.dispatched(now - started, prompts=not batch.is_decode, late=late)
         self._steps.dispatched(batch, now, late=late)
+        if isinstance(begun, Forwarded) and not masked:
+            return self.runner.sample(begun)
         return begun
 
     def _finish(self, begun: InFlight | Forwarded) -> InFlight:
@@ -272,10 +276,11 @@ class Engine:
 
     def _commit(self, ready: InFlight, *, more: bool) -> None:
         """Wait for a batch's tokens and account for them; `more` if another is on the device."""
+        awaited = not ready.done
         results = ready.read()
         now = self._clock()
         seconds = self._steps.answered(ready.batch, now)
-        self._slack.answered(self.runner.kind(ready.batch), seconds)
+        self._slack.answered(self.runner.kind(ready.batch), seconds, awaited=awaited)
         if ready.batch.is_decode:
             self.pace.note(seconds, ready.batch.num_steps)
         elif self.budget:

@@ -82,6 +82,10 @@ class Scheduler:
         """Whether a request is live or a batch is in flight."""
         return bool(self._states or self._flights)
 
+    def has_prompts(self) -> bool:
+        """Whether a request waits for a row, or a row has some of its prompt to compute."""
+        return bool(self._waiting) or not all(state.decoding for state in self._rows.running)
+
     def stats(self) -> EngineStats:
         """Counters since start, and gauges of this moment."""
         return replace(
@@ -141,8 +145,7 @@ class Scheduler:
 
     def begun(self) -> bool:
         """Whether a live request has had a row, or a batch is in flight."""
-        running = self._flights or self._rows.running
-        return bool(running) or self._waiting.next(begun=True) is not None
+        return bool(self._flights or self._rows.running or self._waiting.next(begun=True))
 
     def reset_prefixes(self, epoch: int | None = None) -> None:
         """Forget shared prefixes; with an `epoch`, because the weights are now those of it."""

@@ -37,10 +37,11 @@ class Window:
 
 
 class DispatchSlack:
-    """Learns how long dispatches keep the device and how long one takes to make.
+    """Learns how long dispatches keep the device, and how long one takes to make.
 
-    Of both what is usual counts, to the safe side. A device that has run dry because a dispatch
-    was put off makes a further margin grow, which shrinks with each that was in time.
+    The latter by whether it holds prompts, whose many launches take longer. Of both what is usual
+    counts, to the safe side. A device that has run dry because a dispatch was put off makes a
+    further margin grow, which shrinks with each that was in time.
     """
 
     LEAST_MARGIN, MOST_MARGIN = 0.0003, 0.003
@@ -48,28 +49,39 @@ class DispatchSlack:
 
     def __init__(self) -> None:
         self._device: dict[Hashable, Window] = {}
-        self._host = Window()
+        self._host = {False: Window(), True: Window()}
         self._margin = self.LEAST_MARGIN
         self._put_off = False
 
-    def dispatched(self, host_seconds: float, *, late: bool) -> None:
-        """A dispatch took so long to make; `late` if the device had nothing left by then."""
-        self._host.note(host_seconds)
+    def dispatched(self, host_seconds: float, *, prompts: bool, late: bool) -> None:
+        """A dispatch, with `prompts` or not, took so long to make behind another one.
+
+        `late` if the device had nothing left by then.
+        """
+        self._host[prompts].note(host_seconds)
         if self._put_off:
             self._margin *= self.GROW if late else self.SHRINK
             self._margin = min(max(self._margin, self.LEAST_MARGIN), self.MOST_MARGIN)
         self._put_off = False
 
-    def answered(self, kind: Hashable, seconds: float) -> None:
-        """A dispatch of this kind kept the device so long."""
-        self._device.setdefault(kind, Window()).note(seconds)
+    def answered(self, kind: Hashable, seconds: float, *, awaited: bool) -> None:
+        """A dispatch of this kind kept the device so long, or less if it wasn't `awaited`.
 
-    def left(self, kind: Hashable, since: float, now: float) -> float:
-        """Seconds from `now` that the dispatch after one of this kind may be put off.
-
-        `since` is when the device began with the latter. 0 where nothing is known.
+        What had ended before anybody looked says nothing of how long the next one may be put off:
+        each would be put off, and looked at, later than the one before.
         """
-        device, host = self._device.get(kind), self._host.bounds()
+        window = self._device.setdefault(kind, Window())
+        usual = window.bounds()
+        if awaited or (usual is not None and seconds < usual[0]):
+            window.note(seconds)
+
+    def left(self, kind: Hashable, since: float, now: float, *, prompts: bool) -> float:
+        """Seconds from `now` that a dispatch after one of this kind may be put off.
+
+        `since` is when the device began with the latter, `prompts` what the former will hold. 0
+        where nothing is known.
+        """
+        device, host = self._device.get(kind), self._host[prompts].bounds()
         usual = device.bounds() if device else None
         if usual is None or host is None:
             return 0.0
