@@ -177,7 +177,7 @@ def test_models_it_is_not_for_are_refused_by_name(fields, words):
 
 
 def test_a_layer_by_the_kernel_is_the_graphs(monkeypatch):
-    config, rows = _config(), 100
+    config, rows = _config(), 104
     weights = init_params(decoder.abstract_params(config), jax.random.key(1))["layers"][0]
     draw = partial(jax.random.normal, dtype=jnp.bfloat16)
     x = draw(jax.random.key(2), (rows, config.hidden_size))
