@@ -18,16 +18,24 @@ log = logging.getLogger("octavo.core")
 def leave(path: Path, state: EngineState) -> None:
     """Write `state` for the next core, whole or not at all.
 
-    What can't be written is logged: this core is well; a successor loads what `path` held before.
+    What can't be written is logged: this core is well, and its supervisor will hear of it.
     """
     try:
         write_atomically(path, msgspec.msgpack.encode(state))
     except OSError as error:
-        log.error("a restarted engine would not know of the present weights: %s", error)
+        log.error("what the engine would leave to its successor can't be written: %s", error)
 
 
-def left(path: Path) -> EngineState:
-    """What the last core left; of a first one, the state in which engines begin."""
-    if not path.exists():
-        return EngineState()
-    return msgspec.msgpack.decode(path.read_bytes(), type=EngineState)
+def left(path: Path, heard: EngineState) -> EngineState:
+    """What the last core left, or what its supervisor has `heard` where that is later.
+
+    It is where the file was never written, is gone or can't be read: no reason not to start.
+    """
+    try:
+        state = msgspec.msgpack.decode(path.read_bytes(), type=EngineState)
+    except FileNotFoundError:
+        return heard
+    except (OSError, msgspec.DecodeError) as error:
+        log.error("what the last engine left can't be read: %s", error)
+        return heard
+    return max(state, heard, key=lambda one: one.weights_epoch)

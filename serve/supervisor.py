@@ -112,6 +112,7 @@ class CoreSupervisor:
         self._reason: str | None = None
         self._told = asyncio.Event()
         self._loaded = False
+        self._heard = EngineState()
         self._silence = Silence()
         self._task: asyncio.Task[None] | None = None
         self.news = EngineNews("restarting", reason="the engine has not been started")
@@ -190,7 +191,7 @@ class CoreSupervisor:
         self._told.clear()
         address = f"ipc://{self._folder}/core-{restarts}"
         handover = Path(self._folder, "weights")
-        weights = left(handover)
+        weights = left(handover, self._heard)
         config, level = self._config_with(weights), self._config.log_level
         spec = CoreSpec(address, self._factory, config, handover, level, weights)
         self._process = await spawn("octavo.serve.core", spec)
@@ -232,6 +233,8 @@ class CoreSupervisor:
             if isinstance(message, Fatal):
                 self._reason = message.message
                 self._told.set()
+            elif isinstance(message, EngineState):
+                self._heard = message
             elif isinstance(message, Ready):
                 self._loaded = True
                 self.ready.set()

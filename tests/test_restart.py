@@ -16,6 +16,7 @@ from test_server_life import exit_code, start_stream
 from octavo.serve.client import MAX_RETRY_SECONDS
 from octavo.serve.config import ServerConfig
 from octavo.serve.supervisor import CoreSupervisor
+from octavo.serve.wire import Control, EngineState
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +245,29 @@ def test_the_breaker_closes(monkeypatch):
 
     begun = ["starting", "ready"]
     assert asyncio.run(life()) == [*begun, "failed", *begun, "restarting", *begun]
+
+
+def test_what_a_core_left_may_be_lost_or_unreadable(monkeypatch):
+    """Its supervisor has heard the same; the next core says what it begins with."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE, HERE.parent))))
+
+    async def life(spoil):
+        up = asyncio.Event()
+        hear = lambda news: up.set() if news.phase == "ready" else up.clear()  # noqa: E731
+        supervisor = CoreSupervisor("mock_engine:make", MockConfig(), ServerConfig(), hear)
+        supervisor.start()
+        await asyncio.wait_for(up.wait(), PATIENCE)
+        supervisor._send(Control(1, "reload", "wait", model="other"))
+        while supervisor._heard.weights_epoch == 0:
+            await asyncio.sleep(0.01)
+        heard = supervisor._heard
+        spoil(Path(supervisor._folder, "weights"))
+        up.clear()
+        supervisor._kill_process()
+        await asyncio.wait_for(up.wait(), PATIENCE)
+        assert supervisor._heard is not heard
+        assert supervisor._heard == heard == EngineState(False, 1, "other")
+        await supervisor.stop()
+
+    for spoil in (Path.unlink, lambda path: path.write_bytes(b"\xc1")):
+        asyncio.run(life(spoil))
