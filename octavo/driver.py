@@ -65,20 +65,26 @@ class Driver:
         """Drop the requests `ids`, those added to it later too, when `owner` is gone."""
         weakref.finalize(owner, self._left.append, ids).atexit = False
 
-    def submit(self, request: Request, mailbox: Mailbox) -> SampleOutput:
-        """Queue a request whose deltas go to `mailbox`; the engine steps while its queue is full.
+    def submit(self, requests: Iterable[Request], mailbox: Mailbox) -> dict[str, SampleOutput]:
+        """Queue requests whose deltas go to `mailbox`; the engine steps while its queue is full.
 
-        The caller drops its id, also if this raises.
+        No step comes between them but for that. The caller drops their ids, also if this raises.
         """
+        waiting, samples = deque(requests), {}
         while True:
             with self.alone() as engine:
-                sample = self._outputs.add(request, track=True)
-                self._mail[request.request_id] = mailbox
-                try:
-                    engine.add(request)
-                    return sample
-                except QueueFull:
-                    self._outputs.discard(request.request_id)
+                while waiting:
+                    request = waiting[0]
+                    samples[request.request_id] = self._outputs.add(request, track=True)
+                    self._mail[request.request_id] = mailbox
+                    try:
+                        engine.add(request)
+                    except QueueFull:
+                        self._outputs.discard(request.request_id)
+                        break
+                    waiting.popleft()
+            if not waiting:
+                return samples
             self.advance()
 
     def submit_plain(self, request: Request, mailbox: EventMailbox) -> None:

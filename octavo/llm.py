@@ -241,13 +241,15 @@ class LLM:
         The longest come first: as the last to end, they would keep the device with few rows to
         compute. Seeds are drawn in the order of the jobs.
         """
-        asked = [(job, request) for job in jobs for request in self._requests(job)]
-        asked.sort(key=lambda pair: -(pair[1].params.max_tokens or 0))
-        for job, request in asked:
-            job.samples[request.request_id] = self._driver.submit(request, mailbox)
+        with self._driver.alone() as engine:
+            asked = [engine.resolved(one) for job in jobs for one in self._requests(job)]
+        asked.sort(key=lambda request: -(request.params.max_tokens or 0))
+        samples = self._driver.submit(asked, mailbox)
+        for job in jobs:
+            job.samples = [samples[id_] for id_ in job.ids]
 
     def _requests(self, job: "_Job") -> list[Request]:
-        """The resolved requests of a job's samples, whose ids it takes."""
+        """A job's samples, whose ids it takes."""
         serial, requests = next(self._serial), []
         for number in range(job.params.n):
             job.ids.append(f"{serial}-{number}")
@@ -255,12 +257,10 @@ class LLM:
                 request_id=job.ids[-1],
                 prompt=job.prompt_ids,
                 params=replace(job.params, n=1),
-                eos_ids=self.engine.eos_ids,
                 sample_index=number,
                 grammar=job.grammar,
             )
-            with self._driver.alone() as engine:
-                requests.append(engine.resolved(request))
+            requests.append(request)
         return requests
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
@@ -353,7 +353,7 @@ class _Collected:
 
 
 class _Job:
-    """One prompt in progress: ids of its samples in order, and their outputs."""
+    """One prompt in progress: ids and outputs of its samples, in order."""
 
     def __init__(
         self,
@@ -365,10 +365,10 @@ class _Job:
         self.text, self.prompt_ids, self.params = text, prompt_ids, params
         self.grammar = grammar
         self.ids: list[str] = []
-        self.samples: dict[str, SampleOutput] = {}
+        self.samples: list[SampleOutput] = []
 
     def result(self, collected: Mapping[str, _Collected]) -> RequestOutput:
-        first = self.samples[self.ids[0]]
+        first = self.samples[0]
         return RequestOutput(
             prompt=self.text,
             prompt_token_ids=self.prompt_ids,

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,41 @@ def test_a_newcomer_thread_is_not_kept_out(llm):
         enough.set()
         assert long.result()
     assert output.outputs[0].token_ids == continuations()[2][:3]
+
+
+def test_requests_of_a_call_are_queued_without_a_step_between(llm, monkeypatch):
+    """Another thread that steps would begin with the first ones, and make each wait for a step."""
+    first, enough = threading.Event(), threading.Event()
+    happened, add, step = [], llm.engine.add, llm.engine.step
+
+    def added(asked):
+        happened.append("add")
+        time.sleep(0.005)
+        add(asked)
+
+    def busy():
+        while not enough.is_set():
+            for _ in llm.stream(prompts()[1], greedy(100)):
+                first.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(busy)
+        assert first.wait(60)
+        with llm._driver.alone():
+            monkeypatch.setattr(llm.engine, "add", added)
+            monkeypatch.setattr(llm.engine, "step", lambda: (happened.append("step"), step())[1])
+        llm.generate(prompts()[:3] * 2, greedy(2, n=2))
+        enough.set()
+        long.result()
+    added_at = [at for at, what in enumerate(happened) if what == "add"]
+    assert any(b - a == 11 for a, b in zip(added_at, added_at[11:])), happened
+
+
+def test_nothing_is_queued_before_all_is_known_to_be_good(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine, "add", lambda asked: pytest.fail("queued"))
+    bad = greedy(stop_token_ids=(10**6,))
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        llm.generate(prompts()[:3], [greedy(), bad, greedy()])
 
 
 def test_closed_and_forgotten_it_frees_everything():
