@@ -1,10 +1,15 @@
 """How many tokens a step holds in which requests decode. No jax, no clock."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+
+from octavo.serve.buckets import LEAST_COST
 
 FULL_ROWS = 256
 """Decoding rows from which on a step holds no more than `MixedSteps.least`."""
+
+ROWS_SHARE = 0.8
+"""Of a step's tokens, at most; all but the largest class leave prompts the rest."""
 
 STEP_OPERATIONS = 9.6e12
 """FLOP of such a step: about 14 ms of one H200, two to three decode steps of an 8B model."""
@@ -17,7 +22,8 @@ class MixedSteps:
     more done in a second, and every row that decodes gets one token of it all the same. With
     FULL_ROWS rows a step therefore holds `least` tokens; the fewer wait for it the more it may
     hold, in inverse proportion, and prompts are through sooner. It is a class of tokens, as
-    others would be padded, and at most two thirds of it are rows that decode.
+    others would be padded, and at most ROWS_SHARE of it are rows that decode: prompts come through
+    however small `least` is.
 
     Offline nobody waits for a token, but all wait for the last. Steps are short only while a row
     that decodes has more to go than any that has yet to begin: then these can be fitted in beside
@@ -37,10 +43,15 @@ class MixedSteps:
         """Prompt tokens for a step with so many decode rows; `lead` is `Rows.lead`."""
         if decode_rows == 0 or not (self._serving or lead() > 0):
             return self._classes[-1]
-        wanted = max(self.least, self.least * FULL_ROWS // decode_rows, decode_rows * 3 // 2)
-        return self._classes[max(bisect_right(self._classes, wanted) - 1, 0)] - decode_rows
+        wanted = max(self.least, self.least * FULL_ROWS // decode_rows)
+        allowed = bisect_right(self._classes, wanted) - 1
+        needed = bisect_left(self._classes, decode_rows / ROWS_SHARE)
+        return self._classes[min(max(allowed, needed), len(self._classes) - 1)] - decode_rows
 
 
 def least_tokens(weights: int, devices: int) -> int:
-    """`least` for a model of so many parameters in its layers' products, shared by `devices`."""
-    return int(STEP_OPERATIONS * devices / (2 * weights))
+    """`least` for a model of so many parameters in its layers' products, shared by `devices`.
+
+    Fewer than LEAST_COST would not shorten the step.
+    """
+    return max(int(STEP_OPERATIONS * devices / (2 * weights)), LEAST_COST)

@@ -69,8 +69,7 @@ class Scheduler:
         worthwhile: Worthwhile | None = None,
     ) -> None:
         self.config = config
-        self._rows = Rows(config)
-        self._waiting = WaitingQueue(config)
+        self._rows, self._waiting = Rows(config), WaitingQueue(config)
         self._flights: deque[Flight] = deque()
         self._states: dict[str, RequestState] = {}
         self._prefill_budget, self._worthwhile = prefill_budget, worthwhile
@@ -311,10 +310,11 @@ class Scheduler:
         return most - budget
 
     def _tokens_for_prefill(self, rows: list[ScheduledRow]) -> int:
-        budget = self.config.max_batch_tokens - len(rows) - sum(len(row.forced) for row in rows)
+        forced = sum(len(row.forced) for row in rows)
+        budget = self.config.max_batch_tokens - len(rows) - forced
         if self._prefill_budget is not None:
             first = self._waiting.next(begun=self._closed)
-            allowed = self._prefill_budget(len(rows), partial(self._rows.lead, first))
+            allowed = self._prefill_budget(len(rows), partial(self._rows.lead, first)) - forced
             budget = min(budget, max(allowed, self.config.page_size))
         return budget
 

@@ -9,7 +9,6 @@ from octavo.serve.core import CoreLoop
 from octavo.serve.handover import leave, left
 from octavo.serve.wire import Control, Controlled, EngineState, Hello, ToApi
 
-
 FIRST = EngineState()
 
 

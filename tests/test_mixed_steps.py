@@ -31,10 +31,17 @@ def test_rows_that_decode_leave_room_for_prompts():
 @given(rows=st.integers(1, 1024), least=st.integers(1, 8192))
 def test_a_step_is_a_class_and_longer_only_for_fewer(rows, least):
     size = tokens(rows, least=least)
+    needed = min(known for known in CLASSES if known >= rows * 1.25)
     assert size in CLASSES
-    if rows > 1 and size > rows * 3 // 2:
+    assert size >= needed
+    if rows > 1 and size > needed:
         assert size <= tokens(rows - 1, least=least)
         assert size <= max(CLASSES[0], least * max(1, FULL_ROWS / rows))
+
+
+def test_the_largest_class_is_the_limit_of_all():
+    steps = MixedSteps(1, (32, 128), serving=True)
+    assert [steps.prefill_tokens(rows, lambda: 1) for rows in (20, 100, 120)] == [12, 28, 8]
 
 
 def test_offline_steps_are_short_only_beside_rows_that_have_longest_to_go():
@@ -43,6 +50,7 @@ def test_offline_steps_are_short_only_beside_rows_that_have_longest_to_go():
 
 def test_a_step_lasts_as_long_for_every_model():
     assert [least_tokens(6_979_321_856, 1), least_tokens(10**9, 2)] == [687, 9600]
+    assert least_tokens(70 * 10**9, 1) == 256  # no step of fewer is shorter
 
 
 def test_lead_is_what_the_longest_row_has_to_go_more_than_any_that_does_not_decode():

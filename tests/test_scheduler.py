@@ -1,11 +1,14 @@
 """Who enters, in what order, with what shared; one behaviour a test."""
 
+from dataclasses import replace
+
 import pytest
 from fake_device import alone
-from scheduler_cases import PROMPT, config, in_fives, loop_of, request, step
+from scheduler_cases import PROMPT, config, in_fives, loop_of, request, shape, step
 
 from octavo.serve.queue import QueueFull
 from octavo.serve.scheduler import Scheduler
+from octavo.serve.types import Grammar, RowResult
 
 # What may enter
 
@@ -96,6 +99,16 @@ def test_a_prefill_budget_shortens_chunks_but_never_below_a_page():
     loop.add(request("b", range(50, 60)))
     assert step(loop) == [("a", 9, 1, 1), ("b", 0, 4, 1)]
     assert asked == [0, 0, 1]
+
+
+def test_tokens_that_a_grammar_forces_count_in_a_steps_prefill_budget():
+    scheduler = Scheduler(config(), lambda rows, lead: 16 - rows)
+    scheduler.add(replace(request("a", temperature=0), grammar=Grammar.choice(["x"])), 0.0)
+    prompt = scheduler.schedule(0.0)
+    scheduler.commit(prompt, [RowResult((7,))], 0.0)
+    scheduler.add(request("b", range(40)), 0.0)
+    batch = scheduler.schedule(0.0, forced=lambda id_: (1, 2, 3, 4))
+    assert shape(batch) == [("a", 9, 5, 1), ("b", 0, 11, 1)]
 
 
 def test_the_end_of_the_last_prompt_may_be_left_to_the_next_step():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from fake_device import Loop, alone
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from scheduler_cases import in_fives
 
 from octavo.sampling.params import SamplingParams
+from octavo.serve import mixed_steps
+from octavo.serve.mixed_steps import MixedSteps
 from octavo.serve.queue import QueueFull
-from octavo.serve.scheduler import Scheduler, SchedulerConfig
+from octavo.serve.scheduler import Scheduler, SchedulerConfig, Worthwhile
 from octavo.serve.types import Request
 
 MODES = {
@@ -104,8 +107,30 @@ def perform(loop: Loop, operation: tuple) -> None:
         loop.device.poisoned.add(live[value % len(live)])
 
 
-def run(config: SchedulerConfig, script: list[tuple]) -> Loop:
-    loop = Loop(Scheduler(config, worthwhile=in_fives if config.num_pages % 2 else None))
+class Bounded(Scheduler):
+    """One whose steps are kept short, and are looked at."""
+
+    def __init__(self, config: SchedulerConfig, steps: MixedSteps, worthwhile: Worthwhile | None):
+        super().__init__(config, self.allow, worthwhile)
+        self.steps = steps
+
+    def allow(self, rows, lead):
+        self.tokens = rows + max(self.steps.prefill_tokens(rows, lead), self.config.page_size)
+        return self.tokens - rows
+
+    def schedule(self, *args):
+        first = next(iter(self._rows.running), None)
+        waits = first is None or (first.decoding and first.drawn == first.limit)
+        batch = super().schedule(*args)
+        assert waits or first.request_id in [row.request_id for row in batch.rows]
+        assert batch is None or batch.num_tokens <= self.tokens
+        return batch
+
+
+def run(config: SchedulerConfig, script: list[tuple], steps: MixedSteps | None = None) -> Loop:
+    worthwhile = in_fives if config.num_pages % 2 else None
+    bounded = steps and Bounded(config, steps, worthwhile)
+    loop = Loop(bounded or Scheduler(config, None, worthwhile))
     for operation in script:
         perform(loop, operation)
         loop.scheduler.check()
@@ -123,7 +148,26 @@ def run(config: SchedulerConfig, script: list[tuple]) -> Loop:
 )
 @given(config=configs, script=traffic)
 def test_every_request_gets_what_it_would_get_alone(mode, config, script):
-    loop = run(replace(config, **MODES[mode]), script)
+    assert_all_get_what_they_would_get_alone(run(replace(config, **MODES[mode]), script))
+
+
+@pytest.mark.parametrize("serving", [True, False])
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(
+    config=configs, script=traffic, mode=st.sampled_from(sorted(MODES)), least=st.integers(1, 12)
+)
+def test_so_they_do_in_steps_kept_short(serving, config, script, mode, least):
+    """Everything ends, and however short a step is, it takes whoever is first in rank further."""
+    config = replace(config, **MODES[mode])
+    classes = sorted({*range(4, config.max_batch_tokens, 4), config.max_batch_tokens})
+    steps = MixedSteps(least, classes, serving=serving)
+    with patch.object(mixed_steps, "FULL_ROWS", 3):
+        assert_all_get_what_they_would_get_alone(run(config, script, steps))
+
+
+def assert_all_get_what_they_would_get_alone(loop: Loop) -> None:
     stats = loop.scheduler.stats()
     assert not loop.scheduler.has_work()
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
