@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 
 class Window:
-    """The latest measurements of something, and between which bounds nine in ten of them lie.
+    """The latest measurements of something, and what nine in ten of them are not below or above.
 
     A mean with its deviation would widen for tens of steps after every hiccup (a collection, a
     neighbour's interrupt), and each step put off by less lets fewer newcomers in.
