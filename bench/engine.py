@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,15 @@ class EngineBench:
     def _warm(self, measures: Sequence[str]) -> None:
         """Compile what they need, at once: one by one it would take most of the time."""
         from octavo.bench.plan import keys_for
+        from octavo.serve.lowering_pool import lowering
 
         start, programs = time.perf_counter(), self.engine.runner.programs
-        programs.warm(keys_for(self, measures), workers=os.cpu_count() or 1, progress=True)
+        programs.warm(
+            keys_for(self, measures),
+            workers=os.cpu_count() or 1,
+            progress=True,
+            lowering=partial(lowering, self.engine.runner.builder),
+        )
         self.say(what="warm", seconds=rounded(time.perf_counter() - start, 2), **self._made())
 
     def say(self, **fields: Any) -> None:

@@ -14,8 +14,8 @@ programs  with --warmup=all, every program compiled or loaded
 first     first token of a --prompt token prompt
 
 All but the first and the last are the engine's own timeline, which `octavo serve` logs too. Beside
-it stand sums over programs: lower_s (traced and lowered, one after the other), compile_s and load_s
-(in parallel threads).
+it stand sums over programs: lower_s (traced and lowered, `lowered_apart` of them in processes of
+their own), compile_s and load_s (in parallel threads).
 """
 
 import json
@@ -148,7 +148,8 @@ def main() -> None:
     ends |= {"lower_s": rounded(stats.lower_seconds) or 0.0}
     ends |= {"compile_s": rounded(stats.compile_seconds) or 0.0}
     ends |= {"load_s": rounded(stats.load_seconds) or 0.0}
-    print(json.dumps({**ends, "compiled": stats.compiled, "loaded": stats.loaded}))
+    counts = {name: getattr(stats, name) for name in ("compiled", "lowered_apart", "loaded")}
+    print(json.dumps({**ends, **counts}))
 
 
 if __name__ == "__main__":

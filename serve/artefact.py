@@ -222,6 +222,10 @@ class ArtefactStore:
             self.refuse(name, str(error))
             return None
 
+    def has(self, name: str) -> bool:
+        """Whether there is something under `name`, which `load` may still refuse."""
+        return self._path(name).exists()
+
     def refuse(self, name: str, reason: str) -> None:
         """Note and log why a file is not used; it will be rebuilt."""
         self.refused[name] = reason

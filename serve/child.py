@@ -11,7 +11,8 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from octavo.serve.command import command_of
 
@@ -47,12 +48,18 @@ def follow_parent(address: str) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    folder = os.path.dirname(address.removeprefix("ipc://"))
+    end_with_parent(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+def end_with_parent(last: Callable[[], object] = lambda: None) -> None:
+    """Exit once the standard input closes, after `last`, whatever the main thread does."""
     fd = sys.stdin.fileno()
 
     def wait() -> None:
         while os.read(fd, 1):
             pass
-        shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
+        last()
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()

@@ -8,12 +8,14 @@ import hashlib
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 from jax.experimental import serialize_executable
 from tqdm import tqdm
 
@@ -53,20 +55,42 @@ class ProgramKey:
 
 @dataclass(frozen=True)
 class Lowerable:
-    """A jitted function and the abstract arguments to lower it for."""
+    """A function, the abstract arguments to lower it for, and how jax.jit is to take it."""
 
-    function: Any
+    function: Callable[..., Any]
     args: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def jitted(self) -> Any:
+        """The function as jax.jit makes it, with its options."""
+        return jax.jit(self.function, **self.options)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lowered for its arguments."""
+        return self.jitted.lower(*self.args)
+
+
+class Lowering(Protocol):
+    """What lowers programs for `Programs.warm`; see lowering_pool.py."""
+
+    lowered_apart: int
+
+    def lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, float]:
+        """The lowered program and the seconds that it took; called in several threads."""
+        ...
 
 
 @dataclass
 class CompileStats:
     """How programs came to be, and when.
 
-    Seconds are sums over programs; only lowering is one after the other.
+    Seconds are sums over programs, which are compiled, loaded and in a cold start lowered side by
+    side; `lowered_apart` of those compiled were lowered in processes of their own.
     """
 
     compiled: int = 0
+    lowered_apart: int = 0
     loaded: int = 0
     after_seal: int = 0
     lower_seconds: float = 0.0
@@ -98,6 +122,7 @@ class Programs:
         self._strict = strict
         self._programs: dict[ProgramKey, Any] = {}
         self._lock, self._lowering = Lock(), Lock()
+        self._lower = self._lower_here
         self._sealed = False
         self.stats = CompileStats()
         self.on_compile: Callable[[], None] = _nothing
@@ -110,13 +135,30 @@ class Programs:
             self._programs[key] = program
         return program
 
-    def warm(self, keys: Iterable[ProgramKey], *, workers: int, progress: bool = False) -> None:
-        """Make every key ready, compiling in parallel threads."""
+    def warm(
+        self,
+        keys: Iterable[ProgramKey],
+        *,
+        workers: int,
+        progress: bool = False,
+        lowering: Callable[[int], AbstractContextManager[Lowering]] | None = None,
+    ) -> None:
+        """Make every key ready, compiling in parallel threads.
+
+        `lowering`, told how many there are to compile, lowers them; by itself, one by one here.
+        """
         todo = [key for key in keys if key not in self._programs]
-        with ThreadPoolExecutor(max_workers=workers) as pool:
+        new = [key for key in todo if not (self.store and self.store.has(key.name))]
+        with ExitStack() as stack:
+            apart = stack.enter_context(lowering(len(new))) if lowering and new else None
+            if apart:
+                self._lower = apart.lower
+                stack.callback(setattr, self, "_lower", self._lower_here)
+            pool = stack.enter_context(ThreadPoolExecutor(max_workers=workers))
             done = pool.map(self.get, todo)
             for _ in tqdm(done, "compiling", len(todo), disable=not progress, unit="program"):
                 pass
+            self.stats.lowered_apart += apart.lowered_apart if apart else 0
 
     def seal(self) -> None:
         """There is nothing left to compile: from now on a compile is late."""
@@ -152,18 +194,20 @@ class Programs:
             known = None if key.name in self.store.refused else self._load(key)
             return known or self._compile(key)
 
-    def _compile(self, key: ProgramKey) -> Any:
-        """Lower a program, which holds Python's lock, and compile it, which doesn't.
+    def _lower_here(self, key: ProgramKey) -> tuple[jax.stages.Lowered, float]:
+        """A lowered program, and the seconds that it took, which hold Python's lock.
 
         Threads that all lower at once would all be done late: one after the other, the first
         program's compile begins after its own lowering.
         """
-        log.info("compiling %s", key)
         with self._lowering:
             start = time.perf_counter()
-            lowerable = self._build(key)
-            lowered = lowerable.function.lower(*lowerable.args)
-            lower_seconds = time.perf_counter() - start
+            return self._build(key).lower(), time.perf_counter() - start
+
+    def _compile(self, key: ProgramKey) -> Any:
+        """Lower a program and compile it, which doesn't hold Python's lock."""
+        log.info("compiling %s", key)
+        lowered, lower_seconds = self._lower(key)
         start = time.perf_counter()
         program = lowered.compile()
         seconds = time.perf_counter() - start

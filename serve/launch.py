@@ -40,6 +40,7 @@ from octavo.serve.grammar import Grammars
 from octavo.serve.grammar_compile import token_source
 from octavo.serve.grammar_trial import Trials
 from octavo.serve.limits import GIB, Limits, Memory, page_size_of, resolve_limits
+from octavo.serve.lowering_pool import lowering
 from octavo.serve.mixed_steps import MixedSteps, least_tokens
 from octavo.serve.pace import SERVING_DECODE_WAIT
 from octavo.serve.programs import ProgramBuilder, ProgramSettings
@@ -53,7 +54,7 @@ from octavo.serve.tokenizer_files import load_tokenizer
 log = logging.getLogger("octavo.launch")
 
 DEVICE_CODE = (octavo.attention, octavo.cache, octavo.model, octavo.sampling)
-HOST_CODE = ("batch", "buckets", "packing", "programs", "step")
+HOST_CODE = ("batch", "buckets", "lowering", "packing", "programs", "step")
 """Modules of serve/ that decide what a program is."""
 
 
@@ -101,13 +102,16 @@ def _warm(engine: Engine, config: EngineConfig, *, serving: bool) -> None:
     if wanted == AUTO:
         wanted = "lazy" if not serving else "all" if devices.on_gpu() else "common"
     builder, programs = engine.runner.builder, engine.runner.programs
-    workers = os.cpu_count() or 1
+    keys = {"all": builder.warmup_keys, "plain": builder.plain_keys, "common": builder.common_keys}
+    if wanted in keys:
+        programs.warm(
+            keys[wanted](),
+            workers=os.cpu_count() or 1,
+            progress=config.progress,
+            lowering=partial(lowering, builder),
+        )
     if wanted == "all":
-        programs.warm(builder.warmup_keys(), workers=workers, progress=config.progress)
         programs.seal()
-    elif wanted in ("plain", "common"):
-        keys = builder.plain_keys() if wanted == "plain" else builder.common_keys()
-        programs.warm(keys, workers=workers, progress=config.progress)
 
 
 def load(config: EngineConfig, *, to_run: bool = True) -> Checkpoint:
@@ -301,7 +305,7 @@ def _require_attention(builder: ProgramBuilder) -> None:
     for bucket in (buckets.decode(1, 1), buckets.mixed(1, 1, 1)):
         lowerable = builder.build(ProgramKey("forward", bucket))
         try:
-            lowerable.function.trace(*lowerable.args)
+            lowerable.jitted.trace(*lowerable.args)
         except NotImplementedError as refusal:
             raise ValueError(f"attention={name}: {refusal}") from refusal
 

@@ -122,7 +122,7 @@ class ProgramBuilder:
         self.specs = graph.family.abstract_params(graph.config)
 
     def build(self, key: ProgramKey) -> Lowerable:
-        """The jitted function of `key` and its abstract arguments."""
+        """The function of `key`, its abstract arguments, and how it is compiled."""
         return getattr(self, f"_{key.kind}")(key)
 
     def reset_size(self, tokens: int) -> int:
@@ -132,8 +132,8 @@ class ProgramBuilder:
     def temporaries(self) -> int:
         """Temporary bytes of the largest forward program; compiles it."""
         largest = max(self.settings.buckets.all())
-        lowerable = self.build(ProgramKey("forward", largest))
-        analysis = lowerable.function.lower(*lowerable.args).compile().memory_analysis()
+        analysis = self.build(ProgramKey("forward", largest)).lower().compile().memory_analysis()
+        assert analysis is not None
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
     def state_bytes(self) -> int:
@@ -209,14 +209,17 @@ class ProgramBuilder:
     def _forward(self, key: ProgramKey) -> Lowerable:
         assert key.bucket
         layout = packing.forward_layout(key.bucket)
-        function = jax.jit(
-            self._stepping(partial(step.forward_step, self.graph, key.bucket, layout)),
-            donate_argnums=(1,),
-            out_shardings=(self.cache_shardings(), self.whole, self._states_shardings(key.bucket)),
-            compiler_options=forward_options(key.bucket),
-        )
         return Lowerable(
-            function, (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size))
+            self._stepping(partial(step.forward_step, self.graph, key.bucket, layout)),
+            (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size)),
+            {
+                "donate_argnums": (1,),
+                "out_shardings": (
+                    *(self.cache_shardings(), self.whole),
+                    self._states_shardings(key.bucket),
+                ),
+                "compiler_options": forward_options(key.bucket),
+            },
         )
 
     def _sample(self, key: ProgramKey) -> Lowerable:
@@ -224,36 +227,29 @@ class ProgramBuilder:
         layout = packing.sample_layout(key.size)
         state = self._state_abs if key.stateful else None
         logits = self._abstract((key.size, self.graph.config.vocab_size), jnp.float32)
-        function = jax.jit(
-            partial(step.sample_step, key.flags, layout),
-            donate_argnums=(1, 2),
-            out_shardings=self.whole,
-        )
         args = (logits, self._last_abs, state, self._words(layout.size))
         if key.flags.grammar:
             words = mask_words(self.graph.config.vocab_size)
             args = (*args, self._abstract((key.size, words), jnp.uint32))
-        return Lowerable(function, args)
+        options = {"donate_argnums": (1, 2), "out_shardings": self.whole}
+        return Lowerable(partial(step.sample_step, key.flags, layout), args, options)
 
     def _decode(self, key: ProgramKey) -> Lowerable:
         assert key.bucket
         assert key.flags
         layout = packing.decode_layout(key.bucket)
-        function = jax.jit(
-            self._stepping(
-                partial(step.decode_loop, self.graph, key.bucket, key.size, key.flags, layout)
-            ),
-            donate_argnums=(1, 2),
-            out_shardings=(self.cache_shardings(), self.whole, self.whole),
-            compiler_options=decode_options(key.bucket),
+        loop = partial(step.decode_loop, self.graph, key.bucket, key.size, key.flags, layout)
+        return Lowerable(
+            self._stepping(loop),
+            (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size)),
+            {
+                "donate_argnums": (1, 2),
+                "out_shardings": (self.cache_shardings(), self.whole, self.whole),
+                "compiler_options": decode_options(key.bucket),
+            },
         )
-        args = (self._params_abs, self._cache_abs, self._last_abs, self._words(layout.size))
-        return Lowerable(function, args)
 
     def _states(self, key: ProgramKey) -> Lowerable:
-        function = jax.jit(
-            self._weighted(partial(step.states_step, self.graph)), out_shardings=self.whole
-        )
         config, shardings = self.graph.config, self._attended_shardings
         heads = (config.num_kv_heads, config.group_size, config.head_dim)
         shapes = ((key.size, config.hidden_size), (key.size, *heads))
@@ -261,29 +257,31 @@ class ProgramBuilder:
             jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype), sharding=sharding)
             for shape, sharding in zip(shapes, shardings)
         )
-        return Lowerable(function, (self._params_abs, attended))
+        function = self._weighted(partial(step.states_step, self.graph))
+        return Lowerable(function, (self._params_abs, attended), {"out_shardings": self.whole})
 
     def _reset(self, key: ProgramKey) -> Lowerable:
         layout = packing.reset_layout(key.size, self.graph.config.vocab_size)
-        function = jax.jit(
-            partial(step.reset_step, layout), donate_argnums=(0,), out_shardings=self.whole
+        return Lowerable(
+            partial(step.reset_step, layout),
+            (self._state_abs, self._words(layout.size)),
+            {"donate_argnums": (0,), "out_shardings": self.whole},
         )
-        return Lowerable(function, (self._state_abs, self._words(layout.size)))
 
     def _prompt_logprobs(self, key: ProgramKey) -> Lowerable:
         assert key.flags
-        function = jax.jit(
-            self._weighted(partial(step.prompt_logprobs_step, self.graph, key.flags.logprobs))
+        function = self._weighted(
+            partial(step.prompt_logprobs_step, self.graph, key.flags.logprobs)
         )
         hidden, targets = self._hidden_abs(key.size), self._words(key.size)
         return Lowerable(function, (self._params_abs, hidden, targets))
 
     def _pool(self, key: ProgramKey) -> Lowerable:
-        function = jax.jit(partial(sum_by_row, rows=self.settings.max_num_seqs))
+        function = partial(sum_by_row, rows=self.settings.max_num_seqs)
         return Lowerable(function, (self._hidden_abs(key.size), self._words(key.size)))
 
     def _logits(self, key: ProgramKey) -> Lowerable:
-        function = jax.jit(self._weighted(partial(step.logits_step, self.graph)))
+        function = self._weighted(partial(step.logits_step, self.graph))
         return Lowerable(function, (self._params_abs, self._hidden_abs(key.size)))
 
     @property

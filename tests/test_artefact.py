@@ -37,7 +37,7 @@ def programs(store):
     """One program that doubles three numbers."""
     arg = jax.ShapeDtypeStruct((3,), jnp.int32)
     return Programs(
-        lambda key: Lowerable(jax.jit(lambda x: x + x), (arg,)), store, devices=jax.devices()[:1]
+        lambda key: Lowerable(lambda x: x + x, (arg,)), store, devices=jax.devices()[:1]
     )
 
 
@@ -67,7 +67,7 @@ class SlowProgram:
 
 def test_programs_are_lowered_one_after_the_other_and_compiled_in_parallel():
     slow = SlowProgram()
-    made = Programs(lambda key: Lowerable(slow, ()), devices=jax.devices()[:1])
+    made = Programs(lambda key: slow, devices=jax.devices()[:1])
     made.warm([ProgramKey("double", size=size) for size in range(6)], workers=2)
     assert (slow.together, made.stats.compiled) == (1, 6)
     assert made.stats.lower_seconds >= 6 * 0.02

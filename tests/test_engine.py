@@ -282,7 +282,7 @@ def test_cache_is_updated_in_place(kind):
         else builder.decode_key(bucket, COMMON_FLAGS[0])
     )
     lowerable = builder.build(key)
-    analysis = lowerable.function.lower(*lowerable.args).compile().memory_analysis()
+    analysis = lowerable.lower().compile().memory_analysis()
     cache_bytes = layout.page_bytes * layout.num_pages
     assert analysis.alias_size_in_bytes >= cache_bytes
     assert analysis.temp_size_in_bytes < cache_bytes / 8

@@ -35,7 +35,10 @@ HOST_ONLY = {"os", "io", "time", "threading", "logging", "absl"}
 OWN_JITS = {"model/decoder.py": 1, "model/forward.py": 1}
 """Device code's own uses of jax.jit: layers alike, which a program traces and lowers once; and the
 whole model as a function for those who call it outside of any program."""
-JAX_IN_SERVE = {"step", "compile", "programs", "runner", "engine", "inflight", "devices", "launch"}
+JAX_IN_SERVE = {
+    *("step", "compile", "programs", "lowering", "lowering_pool"),
+    *("runner", "engine", "inflight", "devices", "launch"),
+}
 NO_JAX = ["cache.blocks", "cache.prefix", "sampling.params", "sampling.pack", "sampling.flags"]
 JAX_FREE_PROCESS = [
     "octavo",
