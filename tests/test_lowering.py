@@ -1,5 +1,6 @@
 """Programs lowered in processes of their own: the same programs, and no fault of one costs more."""
 
+import pickle
 import re
 import sys
 import time
@@ -156,9 +157,10 @@ def test_whatever_a_helper_does_the_program_is_lowered(start, lower, monkeypatch
     assert all(helper._process.returncode is not None for helper in pool._helpers)
 
 
-def test_a_helper_ends_with_its_engine():
-    helper = lowering_pool._Helper(b"")
-    helper._process.stdin.close()
+def test_a_helper_ends_with_its_engine(builder):
+    helper = lowering_pool._Helper(pickle.dumps(LoweringSpec.of(builder)))
+    assert helper.receive(120) == b"ready"
+    helper._process.stdin.close()  # as when the engine is killed
     assert helper._process.wait(60) == 3
     helper._connection.close()
 
