@@ -81,6 +81,10 @@ class Planner:
         self.keys |= set(self.runner.keys(batch))
         return Unmade(batch, COMMON_FLAGS[0], None)
 
+    def forward(self, batch: ScheduledBatch, *, grammar: bool = False) -> InFlight:
+        """Nor is its first part; there is no second."""
+        return self.dispatch(batch)
+
 
 class Unmade(InFlight):
     """An answer of zeros."""
