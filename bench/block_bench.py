@@ -15,22 +15,29 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 from jax import lax
 
 from octavo.attention.hopper import MULTIPROCESSORS
+from octavo.bench.block_cases import (
+    LARGEST_ERROR,
+    MATRICES,
+    Case,
+    draw_inputs,
+    figures,
+    graph_program,
+    load_case,
+    relative_errors,
+)
 from octavo.bench.shapes import FOLDER
 from octavo.bench.timing import median_seconds
 from octavo.model import decoder
 from octavo.model.block_plan import BlockPlan, BlockTuning, Product
-from octavo.model.config import ModelConfig
 from octavo.model.decode_block import (
     MAX_ROWS,
     between_attentions,
@@ -40,9 +47,8 @@ from octavo.model.decode_block import (
     plan_for,
     tuning_for,
 )
-from octavo.model.families import config_from_hf
 from octavo.model.mosaic_block import no_arrivals
-from octavo.model.params import init_params, param_bytes
+from octavo.model.params import init_params
 from octavo.serve.devices import configure_xla
 
 _SWEEP = flags.DEFINE_bool("sweep", False, "Try other tunings and cuts, at 8 and 64 rows.")
@@ -50,81 +56,8 @@ _ONLY = flags.DEFINE_list("only", ["llama3_8b", "llama32_1b"], "Shapes, by their
 _ROWS = flags.DEFINE_list("rows", ["8", "64", "1", "32", "128"], "Rows of the steps, in order.")
 _DATE = flags.DEFINE_string("date", time.strftime("%Y-%m-%d"), "Date written into the results.")
 
-READ_CEILING = 4.48e12
-"""Bytes/s: the most that one H200 was measured to read from its memory."""
-
-WEIGHT_BYTES = 1.5e9
-"""Weights that a program goes through before it comes to the first again."""
-
-PROGRAM_SECONDS = 0.04
-"""About how long a program runs, so that its dispatch (0.3 ms) doesn't count."""
-
-LARGEST_ERROR = 0.02
-"""Of x and qkv against the graph, root mean squares; roundings of bfloat16 are a quarter of it."""
-
 IN_USE = "in use"
 SWEPT_ROWS = (8, 64)
-MATRICES = ("out", "gate_up", "down", "qkv")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model's shape, its layers cut to as many as are gone through, and rows of a step."""
-
-    name: str
-    config: ModelConfig
-    rows: int
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of the weights between two attentions."""
-        layer = decoder.abstract_params(self.config)["layers"][0]
-        return param_bytes({name: layer[name] for name in MATRICES})
-
-    @property
-    def floor(self) -> float:
-        """Seconds a layer."""
-        return self.layer_bytes / READ_CEILING
-
-    @property
-    def rounds(self) -> int:
-        """Times that a program goes over its layers."""
-        return max(2, round(PROGRAM_SECONDS / self.floor / len(self.config.layers)))
-
-
-def load_case(name: str, rows: int) -> Case:
-    """The case of a shape under configs/shapes."""
-    config = config_from_hf(json.loads((FOLDER / name / "config.json").read_text()))
-    config = replace(config, vocab_size=128)
-    layers = max(2, round(WEIGHT_BYTES / Case(name, config, rows).layer_bytes))
-    return Case(name, replace(config, layers=config.layers[:1] * layers), rows)
-
-
-def draw_inputs(case: Case, params: Any) -> tuple[list, jax.Array, jax.Array, jax.Array]:
-    """Layers' weights, a norm, the residual stream and what attention mixed."""
-    config, keys = case.config, jax.random.split(jax.random.key(case.rows), 2)
-    heads = (config.num_kv_heads, config.group_size, config.head_dim)
-    x = jax.random.normal(keys[0], (case.rows, config.hidden_size), jnp.bfloat16)
-    mixed = jax.random.normal(keys[1], (case.rows, *heads), jnp.bfloat16)
-    return list(params["layers"]), params["final_norm"], x, mixed
-
-
-def graph_program(case: Case) -> Callable:
-    """XLA's: the results of every layer's qkv are carried on, or they would not be computed."""
-
-    def run(layers: list, norm: jax.Array, x: jax.Array, mixed: jax.Array) -> tuple:
-        def one_round(_: jax.Array, carry: tuple) -> tuple:
-            x, results = carry[0], []
-            for index, weights in enumerate(layers):
-                following = layers[(index + 1) % len(layers)]
-                x, qkv = between_reference(weights, following, norm, case.config, x, mixed)
-                results.append(qkv)
-            return x, results
-
-        none = [jnp.zeros((case.rows, *layer["qkv"].shape[1:]), x.dtype) for layer in layers]
-        return lax.fori_loop(0, case.rounds, one_round, (x, none))
-
-    return run
 
 
 def kernel_program(case: Case, tuning: BlockTuning, plan: BlockPlan) -> Callable:
@@ -152,11 +85,7 @@ def relative_error(case: Case, kernel: Callable, arguments: tuple) -> float:
     found = kernel(first, second, norm, x=pad_rows(x), mixed=mixed, arrivals=no_arrivals())
     graph = jax.jit(partial(between_reference, config=case.config))
     expected = graph(first, second, norm, x=x, mixed=mixed)
-    errors = []
-    for ours, theirs in zip((found[0][: case.rows], found[1]), expected):
-        ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
-        errors.append(np.sqrt(((ours - theirs) ** 2).mean() / (theirs**2).mean()))
-    return float(max(errors))
+    return max(relative_errors((found[0][: case.rows], found[1]), expected))
 
 
 def seconds_per_layer(case: Case, compiled: jax.stages.Compiled, arguments: tuple) -> float:
@@ -252,16 +181,6 @@ def measure(prepared: Prepared) -> Iterator[dict]:
             continue
         timed = figures(case, seconds_per_layer(case, loop, arguments))
         yield line | {"error": error} | timed
-
-
-def figures(case: Case, seconds: float) -> dict:
-    """Microseconds a layer, floor and share."""
-    return {
-        "us": round(seconds * 1e6, 2),
-        "floor_us": round(case.floor * 1e6, 2),
-        "share": round(case.floor / seconds, 3),
-        "TBps": round(case.layer_bytes / seconds / 1e12, 3),
-    }
 
 
 def main(_: list[str]) -> int:

@@ -122,7 +122,7 @@ def writing() -> Iterator[Outcome]:
 
 def block() -> Iterator[Outcome]:
     """What lies between two attentions, by rows of the step."""
-    from octavo.bench.block_bench import draw_inputs, load_case
+    from octavo.bench.block_cases import draw_inputs, load_case
     from octavo.model import decoder
     from octavo.model.decode_block import between_attentions, between_reference, pad_rows
     from octavo.model.mosaic_block import no_arrivals

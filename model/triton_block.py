@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from octavo.model.config import ModelConfig

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from octavo.model.config import ModelConfig
+
 NUM_COUNTS = 512
 """Tiles side by side that a product with a split depth may have."""
 
@@ -48,3 +50,13 @@ class LayerTiles:
     gate_up: Tiles
     down: Tiles
     qkv: Tiles
+
+
+def choose(config: ModelConfig, rows: int) -> LayerTiles:
+    """The tiles in use for a model's decode steps of so many rows."""
+    del config
+    if rows <= 16:
+        narrow = Tiles(32, 128, 1, 6)
+        return LayerTiles(narrow, Tiles(64, 64, 1, 5), narrow, Tiles(32, 128, 1, 6))
+    narrow = Tiles(128, 64, 4, 6)
+    return LayerTiles(narrow, Tiles(128, 64, 1, 4, 8), narrow, Tiles(128, 64, 2, 6))

@@ -4,8 +4,8 @@
     residual   y = r + x @ W, and the sums of squares of y's rows, for the norm that follows
     gated      y = silu(x @ gate) * (x @ up)
 
-In each x may be normalised on its way in: the sums of squares that a residual product left make that
-one factor a row. A block computes some columns of all rows; rows beyond the step's repeat the
+In each x may be normalised on its way in: the sums of squares that a residual product left make
+that one factor a row. A block computes some columns of all rows; rows beyond the step's repeat the
 last one and are not stored. Results are rounded where the plain graph rounds.
 
 Where the depth is split, the parts' sums go through memory, and the block that arrives last at its
@@ -94,7 +94,8 @@ def added_product(
     counts: Int32[Array, " counts"],
 ) -> Added:
     """residual + x @ weight, and what the norm of it needs."""
-    form = _Form(len(x), *weight.shape, tiles, added=True)
+    depth, width = weight.shape
+    form = _Form(len(x), depth, width, tiles, added=True)
     y, squares, counts = _launch(form, (x, weight, residual), counts)
     return Added(y, squares, counts)
 
@@ -107,7 +108,8 @@ def normed_product(
     counts: Int32[Array, " counts"],
 ) -> tuple[BFloat16[Array, "rows width"], Int32[Array, " counts"]]:
     """norm(x) @ weight, and the counts."""
-    form = _Form(len(x), *weight.shape, tiles, True, parts=len(norm.squares), eps=norm.eps)
+    (depth, width), parts = weight.shape, len(norm.squares)
+    form = _Form(len(x), depth, width, tiles, True, parts=parts, eps=norm.eps)
     y, counts = _launch(form, (x, norm.factor, norm.squares, weight), counts)
     return y, counts
 
@@ -179,9 +181,7 @@ def _body(*refs: Array, form: _Form, num_inputs: int) -> None:
     def _() -> None:
         total = jnp.zeros((form.row_tile, tiles.columns), jnp.float32)
         for part in range(tiles.splits):
-            total += plgpu.load(
-                partial_sums.at[part, every, columns[None]], cache_modifier=".cg"
-            )
+            total += plgpu.load(partial_sums.at[part, every, columns[None]])
         finish((total,))
         plgpu.store(counts.at[tile], jnp.int32(0))
 
@@ -191,18 +191,16 @@ def _multiply(inputs: tuple, columns: Array, first: Array, form: _Form) -> tuple
     tiles, x, weight = form.tiles, inputs[0], inputs[3 if form.normed else 1]
     rows = _rows(form)[:, None]
     offsets = (0, form.width) if form.gated else (0,)
-    if form.normed:
-        inverse = _inverse(inputs[2], form)[:, None]
+    inverse = _inverse(inputs[2], form)[:, None] if form.normed else None
 
     def step(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         depth = first + index * tiles.step + jnp.arange(tiles.step)
         mine = plgpu.load(x.at[rows, depth[None]])
-        if form.normed:
+        if inverse is not None:
             factor = plgpu.load(inputs[1].at[depth]).astype(jnp.float32)[None]
             mine = (mine.astype(jnp.float32) * inverse * factor).astype(x.dtype)
         return tuple(
-            total
-            + plgpu.dot(mine, plgpu.load(weight.at[depth[:, None], (columns + offset)[None]]))
+            total + plgpu.dot(mine, plgpu.load(weight.at[depth[:, None], (columns + offset)[None]]))
             for total, offset in zip(sums, offsets)
         )
 

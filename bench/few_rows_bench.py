@@ -1,0 +1,286 @@
+"""Times the Triton products of few rows: each with every cut, then layers of the best ones.
+
+    python bench/few_rows_bench.py                           # the cuts in use, and XLA's graph
+    python bench/few_rows_bench.py --sweep                   # each product's other cuts before that
+    python bench/few_rows_bench.py --sweep --only=llama3_8b --rows=8
+
+One JSON line a measurement. A program goes many times over several layers' weights, more than the
+L2 holds. What a product computes is held against plain XLA before it counts. With --sweep, a layer
+of each product's quickest cut is timed beside the one in use.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax import lax
+
+from octavo.bench.block_cases import (
+    LARGEST_ERROR,
+    MATRICES,
+    READ_CEILING,
+    Case,
+    draw_inputs,
+    figures,
+    graph_program,
+    load_case,
+    relative_errors,
+)
+from octavo.bench.timing import median_seconds
+from octavo.model import decoder
+from octavo.model.decode_block import between_reference
+from octavo.model.params import init_params
+from octavo.model.triton_block import between_attentions
+from octavo.model.triton_plan import LayerTiles, Tiles, choose
+from octavo.model.triton_products import (
+    Norm,
+    added_product,
+    gated_product,
+    no_counts,
+    normed_product,
+    row_tile,
+)
+from octavo.serve.devices import configure_xla
+
+_SWEEP = flags.DEFINE_bool("sweep", False, "Time each product with other cuts too.")
+_ONLY = flags.DEFINE_list("only", ["llama3_8b", "llama32_1b"], "Shapes, by their folder's name.")
+_ROWS = flags.DEFINE_list("rows", ["8", "64", "1", "16", "32"], "Rows of the steps, in order.")
+_DATE = flags.DEFINE_string("date", time.strftime("%Y-%m-%d"), "Date written into the results.")
+
+SWEPT_ROWS = (8, 32, 64)
+MULTIPROCESSORS = 132
+SHARED_BYTES = 220_000
+"""Of a multiprocessor, for its blocks' stages."""
+
+LEAST_IN_FLIGHT = 6e6
+"""Bytes of all blocks' stages, below which memory idles."""
+
+PRODUCT_SECONDS = 0.012
+"""About how long a product's program runs."""
+
+
+def sizes(case: Case, product: str) -> tuple[int, int]:
+    """Depth and width of a product's result."""
+    config = case.config
+    heads = config.num_kv_heads * config.group_size * config.head_dim
+    qkv = config.num_kv_heads * (config.group_size + 2) * config.head_dim
+    embed, ffn = config.hidden_size, config.intermediate_size
+    both = {"out": (heads, embed), "gate_up": (embed, ffn), "down": (ffn, embed)}
+    return both.get(product, (embed, qkv))
+
+
+def cuts(case: Case, product: str) -> Iterator[Tiles]:
+    """What is tried: all blocks at once on the chip, as many stages as their memory holds."""
+    (depth, width), gated = sizes(case, product), product == "gate_up"
+    rows = row_tile(case.rows)
+    for columns in (32, 64, 128):
+        for splits in (1,) if gated else (1, 2, 4, 7, 8):
+            blocks = width // columns * splits
+            each = -(-blocks // MULTIPROCESSORS)
+            if width % columns or blocks < 60 or each > 4 or rows * columns > 64 * 128:
+                continue
+            for step in (32, 64, 128, 256):
+                stage = step * (columns * (1 + gated) + rows) * 2
+                stages = min(8, SHARED_BYTES // each // stage)
+                flying = blocks * (stages - 1) * step * columns * (1 + gated) * 2
+                if depth % (splits * step) or stages < 3 or flying < LEAST_IN_FLIGHT:
+                    continue
+                yield Tiles(columns, step, splits, stages, 8 if columns == 128 and gated else 4)
+
+
+def product_of(case: Case, name: str, weights: Any, given: tuple, tiles: Tiles) -> jax.Array:
+    """One product's result; `given` is x, mixed, gated, the norm's squares and the counts."""
+    x, mixed, gated, squares, counts = given
+    embed, eps = case.config.hidden_size, case.config.norm_eps
+    if name == "out":
+        rows = mixed.reshape(case.rows, -1)
+        return added_product(rows, weights["out"].reshape(-1, embed), x, tiles, counts).y
+    if name == "down":
+        return added_product(gated, weights["down"], x, tiles, counts).y
+    matrix = weights[name].reshape(embed, -1)
+    if name == "gate_up":
+        return gated_product(x, Norm(weights["mlp_norm"], squares, eps), matrix, tiles)
+    norm = Norm(weights["attn_norm"], squares, eps)
+    return normed_product(x, norm, matrix, tiles, counts)[0]
+
+
+def product_program(case: Case, name: str, tiles: Tiles, rounds: int) -> Callable:
+    """One product over all layers, many times; its results for the first and the last layer."""
+
+    def run(layers: list, given: tuple) -> tuple:
+        def one_round(_: jax.Array, results: list) -> list:
+            done = []
+            for weights, before in zip(layers, results):
+                held, _ = lax.optimization_barrier((given, before))  # not to be hoisted
+                done.append(product_of(case, name, weights, held, tiles))
+            return done
+
+        none = [jnp.zeros((case.rows, sizes(case, name)[1]), jnp.bfloat16) for _ in layers]
+        results = lax.fori_loop(0, rounds, one_round, none)
+        return results[0], results[-1]
+
+    return run
+
+
+def product_reference(case: Case, name: str, layers: list, given: tuple) -> tuple:
+    """What `product_program` should find, in float32 but for the norm and the gate's operands."""
+    x, mixed, gated, squares, _ = given
+    wide = lambda array: array.astype(jnp.float32)  # noqa: E731
+    mean = squares.sum(0)[: case.rows, None] / x.shape[-1]
+    inverse = lax.rsqrt(mean + case.config.norm_eps)
+
+    def one(weights: Any) -> jax.Array:
+        norm = weights["mlp_norm" if name == "gate_up" else "attn_norm"]
+        rows = {"out": mixed.reshape(case.rows, -1), "down": gated}.get(name)
+        if rows is None:
+            rows = (wide(x) * inverse * wide(norm)[None]).astype(x.dtype)
+        matrix = weights[name].reshape(rows.shape[1], -1)
+        product = jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
+        if name == "gate_up":
+            gate, up = jnp.split(product, 2, axis=1)
+            return jax.nn.silu(gate) * up
+        return product if name == "qkv" else wide(x) + product
+
+    return one(layers[0]), one(layers[-1])
+
+
+class Swept(NamedTuple):
+    """A product's program with one cut, or why there is none."""
+
+    name: str
+    tiles: Tiles
+    rounds: int
+    program: jax.stages.Compiled | str
+
+
+def given_for(case: Case, x: jax.Array, mixed: jax.Array) -> tuple:
+    """What `product_of` is given: x's own squares in one part."""
+    gated = jax.random.normal(
+        jax.random.key(9), (case.rows, case.config.intermediate_size), jnp.bfloat16
+    )
+    squares = jnp.zeros((1, row_tile(case.rows)), jnp.float32)
+    wide = x.astype(jnp.float32)
+    return x, mixed, gated, squares.at[0, : case.rows].set((wide * wide).sum(1)), no_counts()
+
+
+def compiled(job: tuple, layers: list, given: tuple) -> Swept:
+    """A product's loop, compiled."""
+    case, name, tiles = job
+    depth, width = sizes(case, name)
+    size = depth * width * (4 if name == "gate_up" else 2)
+    rounds = max(2, round(PRODUCT_SECONDS * READ_CEILING / size / len(layers)))
+    try:
+        program = jax.jit(product_program(case, name, tiles, rounds))
+        return Swept(name, tiles, rounds, program.lower(layers, given).compile())
+    except Exception as error:
+        return Swept(name, tiles, rounds, repr(error)[:200])
+
+
+def sweep(case: Case, arguments: tuple, best: dict) -> Iterator[dict]:
+    """A line a product and cut; `best` gets each product's quickest."""
+    layers, _, x, mixed = arguments
+    given = given_for(case, x, mixed)
+    jobs = [(case, name, tiles) for name in MATRICES for tiles in cuts(case, name)]
+    with ThreadPoolExecutor(14) as pool:
+        done = list(pool.map(partial(compiled, layers=layers, given=given), jobs))
+    times: dict[str, float] = {}
+    for name in MATRICES:
+        expected = jax.jit(partial(product_reference, case, name))(layers, given)
+        depth, width = sizes(case, name)
+        floor = depth * width * (4 if name == "gate_up" else 2) / READ_CEILING
+        for one in (one for one in done if one.name == name):
+            line = {"what": name, "impl": "triton", "tiles": shown(one.tiles)}
+            if isinstance(one.program, str):
+                yield line | {"failed": one.program}
+                continue
+            error = max(relative_errors(one.program(layers, given), expected))
+            seconds = median_seconds(one.program, (layers, given)) / one.rounds / len(layers)
+            us, least = round(seconds * 1e6, 2), round(floor * 1e6, 2)
+            line |= {"us": us, "floor_us": least, "share": round(floor / seconds, 3)}
+            yield line | {"error": round(error, 5)}
+            if error <= LARGEST_ERROR and seconds < times.get(name, np.inf):
+                times[name], best[name] = seconds, one.tiles
+
+
+def shown(tiles: Tiles) -> str:
+    """A cut in a line."""
+    of = f"{tiles.columns} columns x {tiles.step}"
+    return f"{of}, {tiles.splits} splits, {tiles.stages} stages, {tiles.warps} warps"
+
+
+def layer_program(case: Case, tiles: LayerTiles) -> Callable:
+    """All four products, as a model has them."""
+
+    def run(layers: list, norm: jax.Array, x: jax.Array, mixed: jax.Array) -> tuple:
+        def one_round(_: jax.Array, carry: tuple) -> tuple:
+            x, counts, results = carry[0], carry[1], []
+            for index, weights in enumerate(layers):
+                following = layers[(index + 1) % len(layers)]
+                x, qkv, counts = between_attentions(
+                    weights, following, norm, case.config, x, mixed, counts, tiles
+                )
+                results.append(qkv)
+            return x, counts, results
+
+        none = [jnp.zeros((case.rows, *layer["qkv"].shape[1:]), x.dtype) for layer in layers]
+        return lax.fori_loop(0, case.rounds, one_round, (x, no_counts(), none))
+
+    return run
+
+
+def layers_of(case: Case, arguments: tuple, kinds: dict[str, LayerTiles]) -> Iterator[dict]:
+    """Whole layers: XLA's graph, and ours by each of `kinds`."""
+    line = {"what": "block", "shape": case.name, "rows": case.rows}
+    per_layer = case.rounds * len(case.config.layers)
+    graph = jax.jit(graph_program(case)).lower(*arguments).compile()
+    yield line | {"impl": "xla"} | figures(case, median_seconds(graph, arguments) / per_layer)
+    (first, second, *_), norm, x, mixed = arguments
+    plain = jax.jit(partial(between_reference, config=case.config))
+    expected = plain(first, second, norm, x=x, mixed=mixed)
+    for kind, tiles in kinds.items():
+        one = jax.jit(partial(between_attentions, config=case.config, tiles=tiles))
+        found = one(first, second, norm, x=x, mixed=mixed, counts=no_counts())
+        error = round(max(relative_errors(found[:2], expected)), 5)
+        loop = jax.jit(layer_program(case, tiles)).lower(*arguments).compile()
+        timed = figures(case, median_seconds(loop, arguments) / per_layer)
+        line |= {"impl": "triton", "variant": kind, "error": error}
+        parts = {name: shown(getattr(tiles, name)) for name in MATRICES}
+        yield line | timed | ({"tiles": parts} if kind != IN_USE else {})
+
+
+IN_USE = "in use"
+
+
+def main(_: list[str]) -> int:
+    """1 if what is in use differs from the graph."""
+    configure_xla()
+    stamp = {"date": _DATE.value, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    wrong = False
+    for name in _ONLY.value:
+        specs = decoder.abstract_params(load_case(name, 1).config)
+        params = jax.jit(partial(init_params, specs))(jax.random.key(0))
+        for case in (load_case(name, rows) for rows in map(int, _ROWS.value)):
+            arguments = draw_inputs(case, params)
+            tiles = choose(case.config, case.rows)
+            kinds, best = {IN_USE: tiles}, {}
+            if _SWEEP.value and case.rows in SWEPT_ROWS:
+                for line in sweep(case, arguments, best):
+                    place = {"shape": case.name, "rows": case.rows}
+                    print(json.dumps(stamp | place | line), flush=True)
+                kinds["quickest"] = replace(tiles, **best)
+            for line in layers_of(case, arguments, kinds):
+                print(json.dumps(stamp | line), flush=True)
+                wrong |= line.get("error", 0.0) > LARGEST_ERROR and line["variant"] == IN_USE
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    app.run(main)
