@@ -41,7 +41,7 @@ from octavo.model.params import init_params
 from octavo.model.triton_block import between_attentions
 from octavo.model.triton_plan import LayerTiles, Tiles, choose
 from octavo.model.triton_products import (
-    Norm,
+    Scaled,
     added_product,
     gated_product,
     no_counts,
@@ -53,6 +53,7 @@ from octavo.serve.devices import configure_xla
 _SWEEP = flags.DEFINE_bool("sweep", False, "Time each product with other cuts too.")
 _ONLY = flags.DEFINE_list("only", ["llama3_8b", "llama32_1b"], "Shapes, by their folder's name.")
 _ROWS = flags.DEFINE_list("rows", ["8", "64", "1", "16", "32"], "Rows of the steps, in order.")
+_GRAPH = flags.DEFINE_bool("graph", True, "Time XLA's graph too, whose products it tunes first.")
 _DATE = flags.DEFINE_string("date", time.strftime("%Y-%m-%d"), "Date written into the results.")
 
 SWEPT_ROWS = (8, 32, 64)
@@ -60,8 +61,24 @@ MULTIPROCESSORS = 132
 SHARED_BYTES = 220_000
 """Of a multiprocessor, for its blocks' stages."""
 
-LEAST_IN_FLIGHT = 6e6
-"""Bytes of all blocks' stages, below which memory idles."""
+LEAST_BLOCKS = 60
+"""Below this memory idles."""
+
+NARROW = (
+    *((32, 128, 1, 4), (32, 128, 2, 4), (32, 256, 2, 4), (64, 128, 1, 4), (64, 64, 2, 4)),
+    *((64, 128, 2, 4), (64, 256, 2, 4), (64, 128, 4, 4), (128, 64, 2, 4), (128, 64, 4, 4)),
+    *((128, 128, 4, 4), (128, 64, 4, 8), (128, 64, 8, 4)),
+)
+TRIED = {
+    "out": NARROW,
+    "down": (*NARROW, (128, 64, 7, 4)),
+    "qkv": (*NARROW, (64, 64, 1, 4), (32, 64, 1, 4)),
+    "gate_up": (
+        *((128, 32, 1, 4), (128, 32, 1, 8), (128, 64, 1, 4), (128, 64, 1, 8), (64, 64, 1, 4)),
+        *((64, 128, 1, 4), (64, 32, 1, 4), (256, 32, 1, 8), (32, 64, 1, 4)),
+    ),
+}
+"""Columns, step, splits and warps of what is tried."""
 
 PRODUCT_SECONDS = 0.012
 """About how long a product's program runs."""
@@ -78,72 +95,71 @@ def sizes(case: Case, product: str) -> tuple[int, int]:
 
 
 def cuts(case: Case, product: str) -> Iterator[Tiles]:
-    """What is tried: all blocks at once on the chip, as many stages as their memory holds."""
-    (depth, width), gated = sizes(case, product), product == "gate_up"
-    rows = row_tile(case.rows)
-    for columns in (32, 64, 128):
-        for splits in (1,) if gated else (1, 2, 4, 7, 8):
-            blocks = width // columns * splits
-            each = -(-blocks // MULTIPROCESSORS)
-            if width % columns or blocks < 60 or each > 4 or rows * columns > 64 * 128:
-                continue
-            for step in (32, 64, 128, 256):
-                stage = step * (columns * (1 + gated) + rows) * 2
-                stages = min(8, SHARED_BYTES // each // stage)
-                flying = blocks * (stages - 1) * step * columns * (1 + gated) * 2
-                if depth % (splits * step) or stages < 3 or flying < LEAST_IN_FLIGHT:
-                    continue
-                yield Tiles(columns, step, splits, stages, 8 if columns == 128 and gated else 4)
+    """What is tried: all blocks at once on the chip, as many stages as their memory holds, 8 at
+    most, and half as many."""
+    depth, width = sizes(case, product)
+    rows, gated = row_tile(case.rows), product == "gate_up"
+    for columns, step, splits, warps in TRIED[product]:
+        blocks = width // columns * splits
+        stage = step * (columns * (1 + gated) + rows) * 2
+        most = min(8, SHARED_BYTES // -(-blocks // MULTIPROCESSORS) // stage)
+        if blocks < LEAST_BLOCKS or depth % (step * splits) or width % columns:
+            continue
+        for stages in (most, most // 2 + 1):
+            if stages >= 3 and (stages == most or gated):
+                yield Tiles(columns, step, splits, stages, warps)
 
 
-def product_of(case: Case, name: str, weights: Any, given: tuple, tiles: Tiles) -> jax.Array:
-    """One product's result; `given` is x, mixed, gated, the norm's squares and the counts."""
-    x, mixed, gated, squares, counts = given
+def product_of(
+    case: Case, name: str, weights: Any, given: tuple, counts: jax.Array, tiles: Tiles
+) -> tuple[jax.Array, jax.Array]:
+    """One product's result and the counts; `given` is x, mixed, gated and the norm's squares."""
+    x, mixed, gated, squares = given
     embed, eps = case.config.hidden_size, case.config.norm_eps
-    if name == "out":
-        rows = mixed.reshape(case.rows, -1)
-        return added_product(rows, weights["out"].reshape(-1, embed), x, tiles, counts).y
-    if name == "down":
-        return added_product(gated, weights["down"], x, tiles, counts).y
-    matrix = weights[name].reshape(embed, -1)
+    rows = {"out": mixed.reshape(case.rows, -1), "down": gated}.get(name)
+    if rows is not None:
+        matrix = weights[name].reshape(-1, embed)
+        done = added_product(rows, matrix, x, weights["mlp_norm"], tiles, counts)
+        return done.y, done.counts
+    matrix, scaled = weights[name].reshape(embed, -1), Scaled(x, squares)
     if name == "gate_up":
-        return gated_product(x, Norm(weights["mlp_norm"], squares, eps), matrix, tiles)
-    norm = Norm(weights["attn_norm"], squares, eps)
-    return normed_product(x, norm, matrix, tiles, counts)[0]
+        return gated_product(scaled, eps, matrix, tiles), counts
+    return normed_product(scaled, eps, matrix, tiles, counts)
 
 
 def product_program(case: Case, name: str, tiles: Tiles, rounds: int) -> Callable:
     """One product over all layers, many times; its results for the first and the last layer."""
 
     def run(layers: list, given: tuple) -> tuple:
-        def one_round(_: jax.Array, results: list) -> list:
-            done = []
-            for weights, before in zip(layers, results):
+        def one_round(_: jax.Array, carry: tuple) -> tuple:
+            done, counts = [], carry[1]
+            for weights, before in zip(layers, carry[0]):
                 held, _ = lax.optimization_barrier((given, before))  # not to be hoisted
-                done.append(product_of(case, name, weights, held, tiles))
-            return done
+                result, counts = product_of(case, name, weights, held, counts, tiles)
+                done.append(result)
+            return done, counts
 
         none = [jnp.zeros((case.rows, sizes(case, name)[1]), jnp.bfloat16) for _ in layers]
-        results = lax.fori_loop(0, rounds, one_round, none)
+        results, _ = lax.fori_loop(0, rounds, one_round, (none, no_counts()))
         return results[0], results[-1]
 
     return run
 
 
 def product_reference(case: Case, name: str, layers: list, given: tuple) -> tuple:
-    """What `product_program` should find, in float32 but for the norm and the gate's operands."""
-    x, mixed, gated, squares, _ = given
+    """What `product_program` should find, in float32, but for the operands' type."""
+    x, mixed, gated, squares = given
     wide = lambda array: array.astype(jnp.float32)  # noqa: E731
     mean = squares.sum(0)[: case.rows, None] / x.shape[-1]
     inverse = lax.rsqrt(mean + case.config.norm_eps)
 
     def one(weights: Any) -> jax.Array:
-        norm = weights["mlp_norm" if name == "gate_up" else "attn_norm"]
         rows = {"out": mixed.reshape(case.rows, -1), "down": gated}.get(name)
-        if rows is None:
-            rows = (wide(x) * inverse * wide(norm)[None]).astype(x.dtype)
+        normed = rows is None
+        rows = x if rows is None else rows
         matrix = weights[name].reshape(rows.shape[1], -1)
         product = jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
+        product = product * inverse if normed else product
         if name == "gate_up":
             gate, up = jnp.split(product, 2, axis=1)
             return jax.nn.silu(gate) * up
@@ -168,7 +184,7 @@ def given_for(case: Case, x: jax.Array, mixed: jax.Array) -> tuple:
     )
     squares = jnp.zeros((1, row_tile(case.rows)), jnp.float32)
     wide = x.astype(jnp.float32)
-    return x, mixed, gated, squares.at[0, : case.rows].set((wide * wide).sum(1)), no_counts()
+    return x, mixed, gated, squares.at[0, : case.rows].set((wide * wide).sum(1))
 
 
 def compiled(job: tuple, layers: list, given: tuple) -> Swept:
@@ -240,8 +256,9 @@ def layers_of(case: Case, arguments: tuple, kinds: dict[str, LayerTiles]) -> Ite
     """Whole layers: XLA's graph, and ours by each of `kinds`."""
     line = {"what": "block", "shape": case.name, "rows": case.rows}
     per_layer = case.rounds * len(case.config.layers)
-    graph = jax.jit(graph_program(case)).lower(*arguments).compile()
-    yield line | {"impl": "xla"} | figures(case, median_seconds(graph, arguments) / per_layer)
+    if _GRAPH.value:
+        graph = jax.jit(graph_program(case)).lower(*arguments).compile()
+        yield line | {"impl": "xla"} | figures(case, median_seconds(graph, arguments) / per_layer)
     (first, second, *_), norm, x, mixed = arguments
     plain = jax.jit(partial(between_reference, config=case.config))
     expected = plain(first, second, norm, x=x, mixed=mixed)

@@ -29,8 +29,8 @@ TUNINGS = {1: BlockTuning(), 2: BlockTuning(ring=15, activation_ring=3, row_tile
 """By the number of row tiles. All have as many blocks, and so the same cuts."""
 
 
-def block_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
-    """Why no step of this model can use the kernel here; None if those of few rows can."""
+def unlike_plain(config: ModelConfig, mesh: Mesh | None) -> list[str]:
+    """What keeps a model's layers from being the plain ones that kernels between attentions do."""
     unlike = {
         "tensor parallelism": mesh is not None,
         f"dtype {config.dtype}": config.dtype != "bfloat16",
@@ -38,11 +38,16 @@ def block_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
         "biases of out or MLP": config.out_bias or config.mlp_bias,
         "norms after attention and MLP": config.post_norms,
         "norms with an offset": config.norm_offset != 0.0,
-        f"hidden size {config.hidden_size}, no multiple of 128": not vector_size(
-            config.hidden_size
-        ),
     }
-    if found := [name for name, present in unlike.items() if present]:
+    return [name for name, present in unlike.items() if present]
+
+
+def block_refusal(config: ModelConfig, mesh: Mesh | None = None) -> str | None:
+    """Why no step of this model can use the kernel here; None if those of few rows can."""
+    found = unlike_plain(config, mesh)
+    if not vector_size(config.hidden_size):
+        found.append(f"hidden size {config.hidden_size}, no multiple of 128")
+    if found:
         return f"not for {', '.join(found)}"
     try:
         refuse_device()

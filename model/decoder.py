@@ -28,11 +28,10 @@ from octavo.attention.api import attend, attend_raw, takes_raw, write
 from octavo.attention.contract import AttentionMeta
 from octavo.attention.front import Front
 from octavo.cache.layout import KVCache, LayerCache
+from octavo.model.blocks import BLOCKS
 from octavo.model.config import LayerConfig, ModelConfig, RopeConfig
-from octavo.model.decode_block import MAX_ROWS, between_attentions, pad_rows
 from octavo.model.layer import Params, mlp, out_projection, qkv_projection
 from octavo.model.layers import contract, fan_in_scale, rms_norm, soft_cap
-from octavo.model.mosaic_block import no_arrivals
 from octavo.model.params import ParamSpec
 from octavo.model.rope import apply_rope, rope_tables
 from octavo.model.sharding import TENSOR
@@ -122,13 +121,14 @@ def forward(
 
     `meta` says which row each token belongs to; positions are absolute within the row. A mesh
     makes attention run per device over its KV heads; the rest follows the weights' shardings.
-    `block="mosaic"` does in decode steps of few rows by one kernel a layer what lies between two
-    attentions, for models that `block_refusal` doesn't refuse; `matmul="mosaic"` in steps of many
+    A `block` of `BLOCKS` does in decode steps of few rows by its own kernels what lies between two
+    attentions, for models that it doesn't refuse; `matmul="mosaic"` in steps of many
     rows the products that gain by it (`products`), where `matmul_refusal` doesn't refuse.
     """
-    if block == "mosaic" and meta.max_query_len == 1 and len(tokens) <= MAX_ROWS:
+    few = block in BLOCKS and len(tokens) <= BLOCKS[block].max_rows
+    if few and meta.max_query_len == 1:
         x, tables = _begin(params, config, tokens, positions)
-        return _layers_by_kernel(params, config, x, tables, cache, meta, impl)
+        return _layers_by_kernel(params, config, x, tables, cache, meta, impl, block)
     attended, cache = attend_through(
         params, config, tokens, positions, cache, meta, impl, mesh, matmul
     )
@@ -200,19 +200,18 @@ def _layers_by_kernel(
     cache: KVCache,
     meta: AttentionMeta,
     impl: str,
+    block: str,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """`forward` from the embeddings on, with what lies between attentions in one kernel each."""
-    run = _of_each_kind(_layer_by_kernel, config, impl, None)
+    """`forward` from the embeddings on, with what lies between attentions by a block's kernels."""
+    run = _of_each_kind(_layer_by_kernel, config, impl, None, block=block)
     layers: list[LayerCache] = []
     carried = qkv_projection(params["layers"][0], config, x)
-    x, arrivals = pad_rows(x), no_arrivals()
+    x, state = BLOCKS[block].pad(x), BLOCKS[block].begin()
     for index, (kind, weights) in enumerate(zip(config.layers, params["layers"])):
         norms = (*params["layers"], None)[index + 1], params["final_norm"]
         attended = tables[kind.rope], cache.layers[index], meta
         with jax.named_scope(f"layer_{index}"):
-            (x, carried, arrivals), layer = run[kind](
-                weights, *norms, x, carried, arrivals, *attended
-            )
+            (x, carried, state), layer = run[kind](weights, *norms, x, carried, state, *attended)
         layers.append(layer)
     return carried, KVCache(tuple(layers))
 
@@ -226,6 +225,7 @@ class _Static:
     impl: str
     mesh: Mesh | None
     matmul: str
+    block: str
 
 
 def _once(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
@@ -242,10 +242,13 @@ def _of_each_kind(
     impl: str,
     mesh: Mesh | None,
     matmul: str = "xla",
+    block: str = "xla",
 ) -> dict[LayerConfig, Callable[..., Any]]:
     """`_once` for each kind of layer that the model has."""
-    kinds = dict.fromkeys(config.layers)
-    return {kind: _once(function, _Static(config, kind, impl, mesh, matmul)) for kind in kinds}
+    return {
+        kind: _once(function, _Static(config, kind, impl, mesh, matmul, block))
+        for kind in dict.fromkeys(config.layers)
+    }
 
 
 def _through_attention(
@@ -278,16 +281,16 @@ def _layer_by_kernel(
     final_norm: Float[Array, " E"],
     x: Float[Array, "R E"],
     qkv: Float[Array, "T K G_plus_2 D"],
-    arrivals: Int32[Array, " barriers"],
+    state: Int32[Array, " counts"],
     rope: Rope,
     layer: LayerCache,
     meta: AttentionMeta,
 ) -> tuple[tuple[Array, Array, Array], LayerCache]:
-    """From a layer's attention to the next: what `between_attentions` returns, and the cache."""
+    """From a layer's attention to the next: what a block's `between` returns, and the cache."""
     mixed, layer = _attention(static, weights, qkv, rope, layer, meta)
     with jax.named_scope("block"):
-        carried = between_attentions(
-            weights, following, final_norm, static.config, x, mixed, arrivals
+        carried = BLOCKS[static.block].between(
+            weights, following, final_norm, static.config, x, mixed, state
         )
     return carried, layer
 

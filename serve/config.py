@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic", "none")
 REASONING_PARSERS = ("auto", "think", "none")
 ATTENTION_IMPLS = ("auto", "reference", "xla", "mosaic")
-DECODE_BLOCKS = ("auto", "xla", "mosaic")
+DECODE_BLOCKS = ("auto", "xla", "mosaic", "triton")
 MATMULS = ("auto", "xla", "mosaic")
 PAGE_SIZES = (16, 32, 64, 128)
 POOLINGS = ("last", "mean")
@@ -40,8 +40,9 @@ class EngineConfig:
     attention: str = setting(AUTO, f"implementation: one of {', '.join(ATTENTION_IMPLS)}")
     decode_block: str = setting(
         AUTO,
-        "what does all between two attentions in decode steps of up to 128 rows: one of "
-        f"{', '.join(DECODE_BLOCKS)}; mosaic: one kernel, no faster for 8B shapes; auto: xla",
+        "what does all between two attentions in decode steps of few rows: one of "
+        f"{', '.join(DECODE_BLOCKS)}; mosaic: one kernel, up to 128 rows, no faster for 8B shapes; "
+        "triton: four kernels, up to 64 rows; auto: xla",
     )
     matmul: str = setting(
         AUTO,

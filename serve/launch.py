@@ -19,11 +19,11 @@ import octavo.serve
 from octavo.attention.api import BY_KERNEL
 from octavo.attention.decode_tuning import one_chunk_tokens
 from octavo.attention.mosaic import refuse_device
+from octavo.model.blocks import BLOCKS
 from octavo.model.checkpoint.load import load_checkpoint
 from octavo.model.checkpoint.resolve import resolve_model
 from octavo.model.checkpoint.source import Checkpoint
 from octavo.model.config import ModelConfig
-from octavo.model.decode_block import block_refusal
 from octavo.model.families import family_of
 from octavo.model.params import param_bytes
 from octavo.model.products import matmul_refusal
@@ -282,11 +282,12 @@ def _mixed_steps(
 
 def _block(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> str:
     """What does decode steps' work between attentions; ValueError if the model can't have it."""
-    if config.decode_block != "mosaic":
+    name = config.decode_block
+    if name not in BLOCKS:
         return "xla"
-    if refusal := block_refusal(model, mesh):
-        raise ValueError(f"decode_block=mosaic: {refusal}")
-    return "mosaic"
+    if refusal := BLOCKS[name].refusal(model, mesh):
+        raise ValueError(f"decode_block={name}: {refusal}")
+    return name
 
 
 def _matmul(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> str:

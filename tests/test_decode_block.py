@@ -18,6 +18,7 @@ from tiny import tiny_fields
 
 from octavo.model import decode_block, decoder
 from octavo.model.block_plan import TILE, BlockPlan, BlockTuning, Product, cut
+from octavo.model.blocks import BLOCKS
 from octavo.model.checkpoint.json_file import read_json
 from octavo.model.decode_block import (
     between_attentions,
@@ -165,7 +166,7 @@ def _decode_by_both(fields):
     counted = lambda *args: calls.append(args[1]) or between_attentions(*args)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_block, "TUNINGS", {1: SMALL})
-        patch.setattr(decoder, "between_attentions", counted)
+        patch.setitem(BLOCKS, "mosaic", BLOCKS["mosaic"]._replace(between=counted))
         _assert_same_logits(config, params, calls)
 
 
