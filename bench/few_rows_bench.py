@@ -39,14 +39,13 @@ from octavo.model import decoder
 from octavo.model.decode_block import between_reference
 from octavo.model.params import init_params
 from octavo.model.triton_block import between_attentions
-from octavo.model.triton_plan import LayerTiles, Tiles, choose
+from octavo.model.triton_plan import LayerTiles, Tiles, choose, row_tile
 from octavo.model.triton_products import (
     Scaled,
     added_product,
     gated_product,
     no_counts,
     normed_product,
-    row_tile,
 )
 from octavo.serve.devices import configure_xla
 

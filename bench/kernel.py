@@ -17,11 +17,12 @@ HELP = """[NAME ...] [--flags] [-- flags of the script]
   prefill     of these the three prefills of 8k tokens and less
   step        norm, rope, write and attention of a decode step, apart and in one kernel
   block       what lies between two attentions against one read of the weights, and XLA's graph
+  few_rows    what lies between two attentions as four Triton kernels, and each of these alone
   matmul      products of many rows against what tensor cores and memory give, and XLA's graph
   sampling    sampling programs against one read of the logits
   sampling_bars  of these the ones with a bar: 256 rows, greedy, filtered, log-probabilities
 
-  --sweep     attention, prefill, block: other tunings too
+  --sweep     attention, prefill, block, few_rows: other tunings too
   --out=FILE  append the scripts' lines to a file"""
 
 
@@ -40,11 +41,12 @@ KERNELS = {
     "prefill": Script("attention_bench", (PREFILLS,), sweeps=True),
     "step": Script("decode_step_bench"),
     "block": Script("block_bench", sweeps=True),
+    "few_rows": Script("few_rows_bench", sweeps=True),
     "matmul": Script("matmul_bench"),
     "sampling": Script("sampling_bench"),
     "sampling_bars": Script("sampling_bench", ("--rows=256", "--only=greedy,filters")),
 }
-DEFAULT = ("check", "attention", "step", "block", "matmul", "sampling")
+DEFAULT = ("check", "attention", "step", "block", "few_rows", "matmul", "sampling")
 
 
 def define(values: flags.FlagValues) -> None:

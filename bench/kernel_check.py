@@ -120,22 +120,23 @@ def writing() -> Iterator[Outcome]:
     yield compared("1030 tokens", write_by_kernel, scatter, LayerCache(*pages), *new, slots)
 
 
-def block() -> Iterator[Outcome]:
+def block(name: str, steps: tuple[int, ...]) -> Iterator[Outcome]:
     """What lies between two attentions, by rows of the step."""
     from octavo.bench.block_cases import draw_inputs, load_case
     from octavo.model import decoder
-    from octavo.model.decode_block import between_attentions, between_reference, pad_rows
-    from octavo.model.mosaic_block import no_arrivals
+    from octavo.model.blocks import BLOCKS
+    from octavo.model.decode_block import between_reference
     from octavo.model.params import init_params
 
     specs = decoder.abstract_params(load_case("llama3_8b", 1).config)
     params = jax.jit(partial(init_params, specs))(jax.random.key(0))
-    for rows in (8, 1, 64, 100):
+    _, pad, begin, between, _ = BLOCKS[name]
+    for rows in steps:
         case = load_case("llama3_8b", rows)
         (first, second, *_), norm, x, mixed = draw_inputs(case, params)
 
         def kernel(w: Any, f: Any, n: Any, x: Any, m: Any, case: Any = case) -> Any:
-            found = between_attentions(w, f, n, case.config, pad_rows(x), m, no_arrivals())
+            found = between(w, f, n, case.config, pad(x), m, begin())
             return found[0][: case.rows], found[1]
 
         plain = partial(between_reference, config=case.config)
@@ -163,7 +164,8 @@ KERNELS: dict[str, Callable[[], Iterator[Outcome]]] = {
     "prefill": partial(attention, "prefill"),
     "write": writing,
     "raw": raw,
-    "block": block,
+    "block": partial(block, "mosaic", (8, 1, 64, 100)),
+    "few_rows": partial(block, "triton", (8, 1, 17, 64)),
     "matmul": products,
 }
 

@@ -7,8 +7,8 @@ from octavo.model.config import ModelConfig
 NUM_COUNTS = 512
 """Tiles side by side that a product with a split depth may have."""
 
-SIZES_OF = 64
-"""What every matrix' depth and width are multiples of."""
+MIN_ROWS = 16
+"""Rows of the smallest tile that tensor cores multiply."""
 
 MAX_ROWS = 64
 """Rows of a step that these products are for."""
@@ -34,12 +34,25 @@ class Tiles:
     warps: int = 4
     interpreted: bool = False
 
+    def blocks(self, width: int) -> int:
+        """Thread blocks of a product whose result has so many columns."""
+        return width // self.columns * self.splits
+
+    def divides(self, depth: int, width: int) -> bool:
+        """Whether a product [depth, width] divides into these."""
+        return width % self.columns == 0 and depth % (self.step * self.splits) == 0
+
     def check(self, depth: int, width: int, gated: bool) -> None:
-        """NotImplementedError where a product [depth, width] does not divide into these."""
-        if width % self.columns or depth % (self.step * self.splits):
+        """NotImplementedError where a product can't be cut like this."""
+        if not self.divides(depth, width):
             raise NotImplementedError(f"[{depth}, {width}] does not divide into {self}")
         if self.splits > 1 and (gated or width // self.columns > NUM_COUNTS):
             raise NotImplementedError(f"[{depth}, {width}], gated: {gated}: no splits as in {self}")
+
+
+def row_tile(rows: int) -> int:
+    """Rows that a product of so many computes: a power of two."""
+    return max(MIN_ROWS, 1 << (rows - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -52,11 +65,54 @@ class LayerTiles:
     qkv: Tiles
 
 
+PREFERRED = {
+    "narrow": {
+        16: (Tiles(64, 128, 2, 6), Tiles(128, 64, 4, 6), Tiles(32, 128, 2, 6)),
+        32: (Tiles(64, 128, 2, 6), Tiles(128, 64, 4, 6), Tiles(32, 128, 2, 6)),
+        64: (Tiles(128, 64, 4, 6), Tiles(64, 128, 2, 4)),
+    },
+    "qkv": {
+        16: (Tiles(64, 128, 1, 6), Tiles(32, 128, 1, 6)),
+        32: (Tiles(64, 128, 1, 6), Tiles(32, 128, 1, 6)),
+        64: (Tiles(64, 128, 1, 5),),
+    },
+    "gate_up": {
+        16: (Tiles(128, 32, 1, 4), Tiles(64, 64, 1, 4)),
+        32: (Tiles(128, 32, 1, 4), Tiles(64, 64, 1, 4)),
+        64: (Tiles(128, 32, 1, 4), Tiles(64, 64, 1, 4)),
+    },
+}
+"""By product ("narrow": out and down) and row tile, the best first."""
+
+SMALLEST = Tiles(32, 32, 1, 8)
+"""For sizes that no other divides."""
+
+LEAST_BLOCKS = 96
+"""Of the cuts that divide a product the first with so many is taken, or the one with most."""
+
+
 def choose(config: ModelConfig, rows: int) -> LayerTiles:
-    """The tiles in use for a model's decode steps of so many rows."""
-    del config
-    if rows <= 16:
-        narrow = Tiles(32, 128, 1, 6)
-        return LayerTiles(narrow, Tiles(64, 64, 1, 5), narrow, Tiles(32, 128, 1, 6))
-    narrow = Tiles(128, 64, 4, 6)
-    return LayerTiles(narrow, Tiles(128, 64, 1, 4, 8), narrow, Tiles(128, 64, 2, 6))
+    """The tiles in use for a model's decode steps of so many rows.
+
+    Raises:
+        NotImplementedError: a size that is no multiple of 32.
+    """
+    kv_heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
+    embed, ffn = config.hidden_size, config.intermediate_size
+    tile = row_tile(rows)
+    return LayerTiles(
+        out=_pick("narrow", tile, kv_heads * group * dim, embed),
+        gate_up=_pick("gate_up", tile, embed, ffn),
+        down=_pick("narrow", tile, ffn, embed),
+        qkv=_pick("qkv", tile, embed, kv_heads * (group + 2) * dim),
+    )
+
+
+def _pick(product: str, tile: int, depth: int, width: int) -> Tiles:
+    options = [
+        tiles for tiles in (*PREFERRED[product][tile], SMALLEST) if tiles.divides(depth, width)
+    ]
+    if not options:
+        raise NotImplementedError(f"a matrix [{depth}, {width}] does not divide into {SMALLEST}")
+    enough = [tiles for tiles in options if tiles.blocks(width) >= LEAST_BLOCKS]
+    return enough[0] if enough else max(options, key=lambda tiles: tiles.blocks(width))

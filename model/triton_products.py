@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from octavo.model.triton_plan import NUM_COUNTS, Tiles
+from octavo.model.triton_plan import NUM_COUNTS, Tiles, row_tile
 
 # JAX wants new kernels to be written for Mosaic GPU, where these have no advantage: a block of a
 # product of few rows waits for memory only. The version of JAX is pinned.
@@ -34,9 +34,6 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend", category=
 
 Ref = Any
 """A Pallas reference; its shape and element type stand in a comment where it matters."""
-
-MIN_ROWS = 16
-"""Rows of the smallest tile that tensor cores multiply."""
 
 
 class Scaled(NamedTuple):
@@ -79,13 +76,8 @@ class _Form:
 
     @property
     def row_tile(self) -> int:
-        """Rows of a tile: a power of two."""
+        """Rows that a block computes."""
         return row_tile(self.rows)
-
-
-def row_tile(rows: int) -> int:
-    """Rows that a product of so many computes."""
-    return max(MIN_ROWS, pl.next_power_of_2(rows))
 
 
 def no_counts() -> Int32[Array, " counts"]:

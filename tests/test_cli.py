@@ -141,6 +141,7 @@ FAILURES = [
     (["generate", f"--model={FOLDER / 'llama_tied'}", "x"], "no tokenizer"),
     (["generate", f"--model={GGUF}", "--attention=mosaic", "x"], "mosaic"),
     (["generate", f"--model={GGUF}", "--decode_block=mosaic", "x"], "decode_block=mosaic: not for"),
+    (["generate", f"--model={GGUF}", "--decode_block=triton", "x"], "decode_block=triton: not for"),
     (["generate", f"--model={GGUF}", "--matmul=mosaic", "x"], "matmul=mosaic: not for dtype"),
     (["generate", f"--model={GGUF}", "--mesh=tensor=99", "x"], "99 devices"),
     (["chat", f"--model={FOLDER / 'llama_tied'}"], "no chat template"),

@@ -129,10 +129,11 @@ def test_kernels_give_the_plain_paths_tokens(name, head_dim, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama_untied", "mistral", "qwen2", "qwen3"])
-def test_the_kernel_between_attentions_gives_the_graphs_tokens(name, tmp_path):
+@pytest.mark.parametrize("block", ["mosaic", "triton"])
+def test_kernels_between_attentions_give_the_graphs_tokens(block, name, tmp_path):
     """As above; decode steps of 1 to 4 rows, and of up to 64."""
     model = resized(name, 128, tmp_path)
-    blocks = [{"decode_block": name} for name in IMPLEMENTATIONS]
+    blocks = [{"decode_block": name} for name in (block, "xla")]
     assert_same_tokens(model, blocks)
     assert_same_tokens(model, blocks, max_num_seqs=64)
 
