@@ -43,7 +43,7 @@ test-blackbox: .venv/dev
 
 # On a machine with a GPU, with its own Python where there is no .venv.
 # Several processes share the GPU, for compiling is most of it.
-GPU_TESTS = tests/test_gpu.py tests/test_attention_mosaic.py tests/test_decode_block.py tests/test_matmul.py tests/test_attention_raw.py
+GPU_TESTS = tests/test_gpu.py tests/test_attention_mosaic.py tests/test_decode_block.py tests/test_triton_block.py tests/test_matmul.py tests/test_attention_raw.py
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -m gpu -n $(or $(GPU_WORKERS),8) $(GPU_TESTS)

@@ -67,22 +67,26 @@ class LayerTiles:
 
 PREFERRED = {
     "narrow": {
-        16: (Tiles(64, 128, 2, 6), Tiles(128, 64, 4, 6), Tiles(32, 128, 2, 6)),
-        32: (Tiles(64, 128, 2, 6), Tiles(128, 64, 4, 6), Tiles(32, 128, 2, 6)),
-        64: (Tiles(128, 64, 4, 6), Tiles(64, 128, 2, 4)),
+        16: (Tiles(64, 64, 2, 8), Tiles(64, 128, 4, 8), Tiles(32, 128, 1, 8)),
+        32: (Tiles(64, 64, 2, 8), Tiles(64, 128, 4, 4), Tiles(32, 128, 1, 8)),
+        64: (Tiles(64, 64, 2, 8), Tiles(64, 128, 4, 3), Tiles(32, 128, 1, 8)),
     },
     "qkv": {
-        16: (Tiles(64, 128, 1, 6), Tiles(32, 128, 1, 6)),
-        32: (Tiles(64, 128, 1, 6), Tiles(32, 128, 1, 6)),
-        64: (Tiles(64, 128, 1, 5),),
+        16: (Tiles(64, 128, 1, 8), Tiles(32, 128, 1, 8)),
+        32: (Tiles(64, 128, 1, 8), Tiles(32, 128, 1, 6)),
+        64: (Tiles(64, 128, 1, 6), Tiles(32, 128, 1, 4)),
     },
     "gate_up": {
-        16: (Tiles(128, 32, 1, 4), Tiles(64, 64, 1, 4)),
-        32: (Tiles(128, 32, 1, 4), Tiles(64, 64, 1, 4)),
-        64: (Tiles(128, 32, 1, 4), Tiles(64, 64, 1, 4)),
+        16: (Tiles(128, 64, 1, 4, 8), Tiles(64, 32, 1, 8)),
+        32: (Tiles(64, 64, 1, 3), Tiles(64, 32, 1, 5)),
+        64: (Tiles(64, 64, 1, 3), Tiles(64, 32, 1, 5)),
     },
 }
-"""By product ("narrow": out and down) and row tile, the best first."""
+"""By product ("narrow": out and down) and row tile, the best first: the quickest of those in
+`bench/results/few_rows_h200.jsonl`, of the 8B shape and then of the 1B shape."""
+
+SHORT = 2048
+"""Depth up to which none is split: adding the parts up takes longer than it saves."""
 
 SMALLEST = Tiles(32, 32, 1, 8)
 """For sizes that no other divides."""
@@ -110,7 +114,9 @@ def choose(config: ModelConfig, rows: int) -> LayerTiles:
 
 def _pick(product: str, tile: int, depth: int, width: int) -> Tiles:
     options = [
-        tiles for tiles in (*PREFERRED[product][tile], SMALLEST) if tiles.divides(depth, width)
+        tiles
+        for tiles in (*PREFERRED[product][tile], SMALLEST)
+        if tiles.divides(depth, width) and (tiles.splits == 1 or depth > SHORT)
     ]
     if not options:
         raise NotImplementedError(f"a matrix [{depth}, {width}] does not divide into {SMALLEST}")
