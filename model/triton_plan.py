@@ -66,24 +66,29 @@ class LayerTiles:
 
 
 PREFERRED = {
-    "narrow": {
-        16: (Tiles(64, 64, 2, 8), Tiles(64, 128, 4, 8), Tiles(32, 128, 1, 8)),
-        32: (Tiles(64, 64, 2, 8), Tiles(64, 128, 4, 4), Tiles(32, 128, 1, 8)),
-        64: (Tiles(64, 64, 2, 8), Tiles(64, 128, 4, 3), Tiles(32, 128, 1, 8)),
+    "out": {
+        16: (Tiles(64, 128, 2, 4), Tiles(32, 128, 1, 8)),
+        32: (Tiles(128, 64, 4, 6), Tiles(32, 128, 1, 8)),
+        64: (Tiles(64, 64, 2, 8), Tiles(32, 128, 1, 8)),
+    },
+    "gate_up": {
+        16: (Tiles(128, 32, 1, 4), Tiles(64, 32, 1, 8)),
+        32: (Tiles(128, 64, 1, 4, 8), Tiles(64, 64, 1, 3)),
+        64: (Tiles(64, 64, 1, 3),),
+    },
+    "down": {
+        16: (Tiles(128, 64, 4, 4), Tiles(64, 128, 4, 8)),
+        32: (Tiles(128, 64, 4, 6), Tiles(64, 128, 4, 4)),
+        64: (Tiles(64, 64, 2, 8), Tiles(64, 128, 4, 3)),
     },
     "qkv": {
         16: (Tiles(64, 128, 1, 8), Tiles(32, 128, 1, 8)),
-        32: (Tiles(64, 128, 1, 8), Tiles(32, 128, 1, 6)),
+        32: (Tiles(128, 64, 2, 6), Tiles(32, 128, 1, 6)),
         64: (Tiles(64, 128, 1, 6), Tiles(32, 128, 1, 4)),
     },
-    "gate_up": {
-        16: (Tiles(128, 64, 1, 4, 8), Tiles(64, 32, 1, 8)),
-        32: (Tiles(64, 64, 1, 3), Tiles(64, 32, 1, 5)),
-        64: (Tiles(64, 64, 1, 3), Tiles(64, 32, 1, 5)),
-    },
 }
-"""By product ("narrow": out and down) and row tile, the best first: the quickest of those in
-`bench/results/few_rows_h200.jsonl`, of the 8B shape and then of the 1B shape."""
+"""By product and row tile, the best first. The first are of the 8B shape, of the quickest layers
+that were measured (docs/kernels.md); the second, for narrower matrices, of products alone."""
 
 SHORT = 2048
 """Depth up to which none is split: adding the parts up takes longer than it saves."""
@@ -105,9 +110,9 @@ def choose(config: ModelConfig, rows: int) -> LayerTiles:
     embed, ffn = config.hidden_size, config.intermediate_size
     tile = row_tile(rows)
     return LayerTiles(
-        out=_pick("narrow", tile, kv_heads * group * dim, embed),
+        out=_pick("out", tile, kv_heads * group * dim, embed),
         gate_up=_pick("gate_up", tile, embed, ffn),
-        down=_pick("narrow", tile, ffn, embed),
+        down=_pick("down", tile, ffn, embed),
         qkv=_pick("qkv", tile, embed, kv_heads * (group + 2) * dim),
     )
 
