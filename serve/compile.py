@@ -74,7 +74,10 @@ class Lowerable:
 class Lowering(Protocol):
     """What lowers programs for `Programs.warm`; see lowering_pool.py."""
 
-    lowered_apart: int
+    @property
+    def lowered_apart(self) -> int:
+        """Programs that were lowered in other processes."""
+        ...
 
     def lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, float]:
         """The lowered program and the seconds that it took; called in several threads."""

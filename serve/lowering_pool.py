@@ -35,9 +35,14 @@ log = logging.getLogger("octavo.lowering")
 
 
 class _Helper:
-    """A process that lowers one program after the other."""
+    """A process that lowers one program after the other.
+
+    Attributes:
+        delivered: programs that came of it.
+    """
 
     def __init__(self, pickled: bytes) -> None:
+        self.delivered = 0
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -73,9 +78,6 @@ class LoweringPool:
 
     `lower` may run in several threads. Whatever happens to a helper costs time only: what it does
     not deliver is lowered here.
-
-    Attributes:
-        lowered_apart: programs that helpers have delivered.
     """
 
     def __init__(
@@ -90,7 +92,6 @@ class LoweringPool:
         self._free.put(None)  # this process
         self._helpers: list[_Helper] = []
         self._starting: list[threading.Thread] = []
-        self.lowered_apart = 0
         pickled = pickle.dumps(spec) if helpers else b""
         for _ in range(helpers):
             try:
@@ -122,12 +123,17 @@ class LoweringPool:
             log.warning("a process that lowers programs is of no use: %r", error)
             helper.end()
             return self._lower_here(key)
+        helper.delivered += lowered is not None
         self._free.put(helper)
         if lowered is None:
             log.info("%s is lowered in the engine's process: %s", key, reason)
             return self._lower_here(key)
-        self.lowered_apart += 1
         return lowered
+
+    @property
+    def lowered_apart(self) -> int:
+        """Programs that helpers have delivered."""
+        return sum(helper.delivered for helper in self._helpers)
 
     def close(self) -> None:
         """End the helpers. Nobody may be in `lower`."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_engine
 
-from octavo.model.families import family_of
+from octavo.model.families import FAMILIES, family_of
 from octavo.sampling.flags import SamplingFlags
 from octavo.serve import lowering_pool
 from octavo.serve.buckets import make_buckets
@@ -173,6 +173,11 @@ def test_a_machine_without_processes_lowers_all_the_same(monkeypatch, builder):
     pool = LoweringPool(builder.build, LoweringSpec.of(builder), helpers=2)
     assert pool.lower(keys_of(builder)[2])[0].compile()
     pool.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_what_a_helper_must_know_of_a_family_can_be_sent(family):
+    assert pickle.loads(pickle.dumps(family)) == family
 
 
 def test_helpers_are_for_many_programs_on_a_gpu(monkeypatch, builder):
