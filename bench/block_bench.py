@@ -25,6 +25,7 @@ from jax import lax
 
 from octavo.attention.hopper import MULTIPROCESSORS
 from octavo.bench.block_cases import (
+    IN_USE,
     LARGEST_ERROR,
     MATRICES,
     Case,
@@ -33,9 +34,9 @@ from octavo.bench.block_cases import (
     graph_program,
     load_case,
     relative_errors,
+    seconds_per_layer,
 )
 from octavo.bench.shapes import FOLDER
-from octavo.bench.timing import median_seconds
 from octavo.model import decoder
 from octavo.model.block_plan import BlockPlan, BlockTuning, Product
 from octavo.model.decode_block import (
@@ -56,7 +57,6 @@ _ONLY = flags.DEFINE_list("only", ["llama3_8b", "llama32_1b"], "Shapes, by their
 _ROWS = flags.DEFINE_list("rows", ["8", "64", "1", "32", "128"], "Rows of the steps, in order.")
 _DATE = flags.DEFINE_string("date", time.strftime("%Y-%m-%d"), "Date written into the results.")
 
-IN_USE = "in use"
 SWEPT_ROWS = (8, 64)
 
 
@@ -86,11 +86,6 @@ def relative_error(case: Case, kernel: Callable, arguments: tuple) -> float:
     graph = jax.jit(partial(between_reference, config=case.config))
     expected = graph(first, second, norm, x=x, mixed=mixed)
     return max(relative_errors((found[0][: case.rows], found[1]), expected))
-
-
-def seconds_per_layer(case: Case, compiled: jax.stages.Compiled, arguments: tuple) -> float:
-    """Median of three runs of a program, a layer."""
-    return median_seconds(compiled, arguments) / case.rounds / len(case.config.layers)
 
 
 def variants(case: Case) -> Iterator[tuple[str, BlockTuning, BlockPlan]]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from octavo.bench.shapes import FOLDER
+from octavo.bench.timing import median_seconds
 from octavo.model import decoder
 from octavo.model.config import ModelConfig
 from octavo.model.decode_block import between_reference
@@ -28,6 +29,9 @@ PROGRAM_SECONDS = 0.04
 
 LARGEST_ERROR = 0.02
 """Of x and qkv against the graph, root mean squares; roundings of bfloat16 are a quarter of it."""
+
+IN_USE = "in use"
+"""How lines call the variant that models have."""
 
 MATRICES = ("out", "gate_up", "down", "qkv")
 
@@ -74,22 +78,36 @@ def draw_inputs(case: Case, params: Any) -> tuple[list, jax.Array, jax.Array, ja
     return list(params["layers"]), params["final_norm"], x, mixed
 
 
-def graph_program(case: Case) -> Callable:
-    """XLA's: the results of every layer's qkv are carried on, or they would not be computed."""
+def layers_program(case: Case, between: Callable, state: Callable[[], Any]) -> Callable:
+    """All layers, many times. `between` takes what `triton_block.between_attentions` does.
+
+    The results of every layer's qkv are carried on, or XLA would not compute them. `state` makes
+    what the first `between` takes as the state that it returns.
+    """
 
     def run(layers: list, norm: jax.Array, x: jax.Array, mixed: jax.Array) -> tuple:
         def one_round(_: jax.Array, carry: tuple) -> tuple:
-            x, results = carry[0], []
+            x, held, results = carry[0], carry[1], []
             for index, weights in enumerate(layers):
                 following = layers[(index + 1) % len(layers)]
-                x, qkv = between_reference(weights, following, norm, case.config, x, mixed)
+                x, qkv, held = between(weights, following, norm, case.config, x, mixed, held)
                 results.append(qkv)
-            return x, results
+            return x, held, results
 
         none = [jnp.zeros((case.rows, *layer["qkv"].shape[1:]), x.dtype) for layer in layers]
-        return lax.fori_loop(0, case.rounds, one_round, (x, none))
+        return lax.fori_loop(0, case.rounds, one_round, (x, state(), none))
 
     return run
+
+
+def graph_program(case: Case) -> Callable:
+    """XLA's."""
+    return layers_program(case, lambda *given: (*between_reference(*given[:-1]), ()), tuple)
+
+
+def seconds_per_layer(case: Case, compiled: jax.stages.Compiled, arguments: tuple) -> float:
+    """Median of three runs of a program, a layer."""
+    return median_seconds(compiled, arguments) / case.rounds / len(case.config.layers)
 
 
 def relative_errors(found: tuple, expected: tuple) -> Iterator[float]:

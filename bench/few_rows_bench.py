@@ -24,7 +24,9 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
+from octavo.attention.hopper import MULTIPROCESSORS
 from octavo.bench.block_cases import (
+    IN_USE,
     LARGEST_ERROR,
     MATRICES,
     READ_CEILING,
@@ -32,15 +34,17 @@ from octavo.bench.block_cases import (
     draw_inputs,
     figures,
     graph_program,
+    layers_program,
     load_case,
     relative_errors,
+    seconds_per_layer,
 )
 from octavo.bench.timing import median_seconds
 from octavo.model import decoder
 from octavo.model.decode_block import between_reference
 from octavo.model.params import init_params
 from octavo.model.triton_block import between_attentions
-from octavo.model.triton_plan import LayerTiles, Tiles, choose, row_tile
+from octavo.model.triton_plan import LayerTiles, Tiles, choose, row_tile, sizes
 from octavo.model.triton_products import (
     Scaled,
     added_product,
@@ -59,7 +63,6 @@ _CASES = flags.DEFINE_list(
 _GRAPH = flags.DEFINE_bool("graph", True, "Time XLA's graph too, whose products it tunes first.")
 _DATE = flags.DEFINE_string("date", time.strftime("%Y-%m-%d"), "Date written into the results.")
 
-MULTIPROCESSORS = 132
 SHARED_BYTES = 220_000
 """Of a multiprocessor, for its blocks' stages."""
 
@@ -86,20 +89,10 @@ PRODUCT_SECONDS = 0.008
 """About how long a product's program runs."""
 
 
-def sizes(case: Case, product: str) -> tuple[int, int]:
-    """Depth and width of a product's result."""
-    config = case.config
-    heads = config.num_kv_heads * config.group_size * config.head_dim
-    qkv = config.num_kv_heads * (config.group_size + 2) * config.head_dim
-    embed, ffn = config.hidden_size, config.intermediate_size
-    both = {"out": (heads, embed), "gate_up": (embed, ffn), "down": (ffn, embed)}
-    return both.get(product, (embed, qkv))
-
-
 def cuts(case: Case, product: str) -> Iterator[Tiles]:
     """What is tried: all blocks at once on the chip, as many stages as their memory holds, 8 at
     most, and half as many."""
-    depth, width = sizes(case, product)
+    depth, width = sizes(case.config)[product]
     rows, gated = row_tile(case.rows), product == "gate_up"
     for columns, step, splits, warps in TRIED[product]:
         blocks = width // columns * splits
@@ -141,7 +134,7 @@ def product_program(case: Case, name: str, tiles: Tiles, rounds: int) -> Callabl
                 done.append(result)
             return done, counts
 
-        none = [jnp.zeros((case.rows, sizes(case, name)[1]), jnp.bfloat16) for _ in layers]
+        none = [jnp.zeros((case.rows, sizes(case.config)[name][1]), jnp.bfloat16) for _ in layers]
         return tuple(lax.fori_loop(0, rounds, one_round, (none, no_counts()))[0])
 
     return run
@@ -191,7 +184,7 @@ def given_for(case: Case, x: jax.Array, mixed: jax.Array) -> tuple:
 def compiled(job: tuple, layers: list, given: tuple) -> Swept:
     """A product's loop, compiled."""
     case, name, tiles = job
-    depth, width = sizes(case, name)
+    depth, width = sizes(case.config)[name]
     size = depth * width * (4 if name == "gate_up" else 2)
     rounds = max(2, round(PRODUCT_SECONDS * READ_CEILING / size / len(layers)))
     try:
@@ -211,7 +204,7 @@ def sweep(case: Case, arguments: tuple, best: dict) -> Iterator[dict]:
     times: dict[str, float] = {}
     for name in MATRICES:
         expected = jax.jit(partial(product_reference, case, name))(layers, given)
-        depth, width = sizes(case, name)
+        depth, width = sizes(case.config)[name]
         floor = depth * width * (4 if name == "gate_up" else 2) / READ_CEILING
         for one in (one for one in done if one.name == name):
             line = {"what": name, "impl": "triton", "tiles": shown(one.tiles)}
@@ -233,33 +226,12 @@ def shown(tiles: Tiles) -> str:
     return f"{of}, {tiles.splits} splits, {tiles.stages} stages, {tiles.warps} warps"
 
 
-def layer_program(case: Case, tiles: LayerTiles) -> Callable:
-    """All four products, as a model has them."""
-
-    def run(layers: list, norm: jax.Array, x: jax.Array, mixed: jax.Array) -> tuple:
-        def one_round(_: jax.Array, carry: tuple) -> tuple:
-            x, counts, results = carry[0], carry[1], []
-            for index, weights in enumerate(layers):
-                following = layers[(index + 1) % len(layers)]
-                x, qkv, counts = between_attentions(
-                    weights, following, norm, case.config, x, mixed, counts, tiles
-                )
-                results.append(qkv)
-            return x, counts, results
-
-        none = [jnp.zeros((case.rows, *layer["qkv"].shape[1:]), x.dtype) for layer in layers]
-        return lax.fori_loop(0, case.rounds, one_round, (x, no_counts(), none))
-
-    return run
-
-
 def layers_of(case: Case, arguments: tuple, kinds: dict[str, LayerTiles]) -> Iterator[dict]:
     """Whole layers: XLA's graph, and ours by each of `kinds`."""
     line = {"what": "block", "shape": case.name, "rows": case.rows}
-    per_layer = case.rounds * len(case.config.layers)
     if _GRAPH.value:
         graph = jax.jit(graph_program(case)).lower(*arguments).compile()
-        yield line | {"impl": "xla"} | figures(case, median_seconds(graph, arguments) / per_layer)
+        yield line | {"impl": "xla"} | figures(case, seconds_per_layer(case, graph, arguments))
     (first, second, *_), norm, x, mixed = arguments
     plain = jax.jit(partial(between_reference, config=case.config))
     expected = plain(first, second, norm, x=x, mixed=mixed)
@@ -267,14 +239,13 @@ def layers_of(case: Case, arguments: tuple, kinds: dict[str, LayerTiles]) -> Ite
         one = jax.jit(partial(between_attentions, config=case.config, tiles=tiles))
         found = one(first, second, norm, x=x, mixed=mixed, counts=no_counts())
         error = round(max(relative_errors(found[:2], expected)), 5)
-        loop = jax.jit(layer_program(case, tiles)).lower(*arguments).compile()
-        timed = figures(case, median_seconds(loop, arguments) / per_layer)
+        between = partial(between_attentions, tiles=tiles)
+        program = jax.jit(layers_program(case, between, no_counts))
+        loop = program.lower(*arguments).compile()
+        timed = figures(case, seconds_per_layer(case, loop, arguments))
         line |= {"impl": "triton", "variant": kind, "error": error}
         parts = {name: shown(getattr(tiles, name)) for name in MATRICES}
         yield line | timed | ({"tiles": parts} if kind != IN_USE else {})
-
-
-IN_USE = "in use"
 
 
 def main(_: list[str]) -> int:

@@ -15,7 +15,7 @@ from octavo.attention.mosaic import refuse_device
 from octavo.model.block_kernel import BlockInputs, BlockOutputs, vector_size
 from octavo.model.block_plan import TILE, BlockPlan, BlockShape, BlockTuning, plan_block
 from octavo.model.config import ModelConfig
-from octavo.model.layer import Params, mlp, out_projection, qkv_projection
+from octavo.model.layer import Params, mlp, out_projection, qkv_heads, qkv_projection
 from octavo.model.layers import rms_norm
 from octavo.model.mosaic_block import run_block
 
@@ -148,9 +148,7 @@ def between_attentions(
     total = sums[0]
     for split in range(1, len(sums)):
         total = total + sums[split]
-    qkv = total.astype(x.dtype).reshape(tokens, *following["qkv"].shape[1:])
-    bias = following.get("qkv_bias")
-    return done.x, qkv if bias is None else qkv + bias[None], done.no_arrivals
+    return done.x, qkv_heads(following, total.astype(x.dtype)), done.no_arrivals
 
 
 def between_reference(

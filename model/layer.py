@@ -25,6 +25,12 @@ def qkv_projection(
     return qkv_product(normed, weights["qkv"], weights.get("qkv_bias"), matmul)
 
 
+def qkv_heads(weights: Params, qkv: Float[Array, "T width"]) -> Float[Array, "T K G_plus_2 D"]:
+    """A kernel's product with the matrix of qkv, cut into heads, with the bias if there is one."""
+    heads, bias = qkv.reshape(len(qkv), *weights["qkv"].shape[1:]), weights.get("qkv_bias")
+    return heads if bias is None else heads + bias[None]
+
+
 @jax.named_scope("out")
 def out_projection(
     weights: Params,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from octavo.attention.mosaic import refuse_device
 from octavo.model.config import ModelConfig
 from octavo.model.decode_block import unlike_plain
-from octavo.model.layer import Params
+from octavo.model.layer import Params, qkv_heads
 from octavo.model.layers import rms_norm
 from octavo.model.triton_plan import LayerTiles, choose
 from octavo.model.triton_products import added_product, gated_product, normed_product
@@ -62,6 +62,4 @@ def between_attentions(
         return after.y, rms_norm(after.y, final_norm, eps), after.counts
     matrix = following["qkv"].reshape(embed, -1)
     qkv, counts = normed_product(after.scaled, eps, matrix, tiles.qkv, after.counts)
-    qkv = qkv.reshape(rows, *following["qkv"].shape[1:])
-    bias = following.get("qkv_bias")
-    return after.y, qkv if bias is None else qkv + bias[None], counts
+    return after.y, qkv_heads(following, qkv), counts

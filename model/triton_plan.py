@@ -100,21 +100,26 @@ LEAST_BLOCKS = 96
 """Of the cuts that divide a product the first with so many is taken, or the one with most."""
 
 
+def sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Depth, and width of the result, of the four products of a model's layers."""
+    kv_heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
+    embed, ffn = config.hidden_size, config.intermediate_size
+    return {
+        "out": (kv_heads * group * dim, embed),
+        "gate_up": (embed, ffn),
+        "down": (ffn, embed),
+        "qkv": (embed, kv_heads * (group + 2) * dim),
+    }
+
+
 def choose(config: ModelConfig, rows: int) -> LayerTiles:
     """The tiles in use for a model's decode steps of so many rows.
 
     Raises:
         NotImplementedError: a size that is no multiple of 32.
     """
-    kv_heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
-    embed, ffn = config.hidden_size, config.intermediate_size
     tile = row_tile(rows)
-    return LayerTiles(
-        out=_pick("out", tile, kv_heads * group * dim, embed),
-        gate_up=_pick("gate_up", tile, embed, ffn),
-        down=_pick("down", tile, ffn, embed),
-        qkv=_pick("qkv", tile, embed, kv_heads * (group + 2) * dim),
-    )
+    return LayerTiles(**{name: _pick(name, tile, *size) for name, size in sizes(config).items()})
 
 
 def _pick(product: str, tile: int, depth: int, width: int) -> Tiles:

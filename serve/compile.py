@@ -71,6 +71,10 @@ class Lowerable:
         return self.jitted.lower(*self.args)
 
 
+Lower = Callable[[ProgramKey], tuple[jax.stages.Lowered, float]]
+"""The lowered program of a key, and the seconds that it took; called in several threads."""
+
+
 class Lowering(Protocol):
     """What lowers programs for `Programs.warm`; see lowering_pool.py."""
 
@@ -80,7 +84,7 @@ class Lowering(Protocol):
         ...
 
     def lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, float]:
-        """The lowered program and the seconds that it took; called in several threads."""
+        """See Lower."""
         ...
 
 
@@ -125,7 +129,7 @@ class Programs:
         self._strict = strict
         self._programs: dict[ProgramKey, Any] = {}
         self._lock, self._lowering = Lock(), Lock()
-        self._lower = self._lower_here
+        self._lower: Lower = self._lower_here
         self._sealed = False
         self.stats = CompileStats()
         self.on_compile: Callable[[], None] = _nothing
@@ -144,24 +148,28 @@ class Programs:
         *,
         workers: int,
         progress: bool = False,
-        lowering: Callable[[int], AbstractContextManager[Lowering]] | None = None,
+        lowering: Callable[[Lower, int], AbstractContextManager[Lowering]] | None = None,
     ) -> None:
         """Make every key ready, compiling in parallel threads.
 
-        `lowering`, told how many there are to compile, lowers them; by itself, one by one here.
+        `lowering` lowers those that there are to compile; it is told how one is lowered here, and
+        how many they are. Without it that is done one by one.
         """
         todo = [key for key in keys if key not in self._programs]
         new = [key for key in todo if not (self.store and self.store.has(key.name))]
         with ExitStack() as stack:
-            apart = stack.enter_context(lowering(len(new))) if lowering and new else None
-            if apart:
+            if lowering and new:
+                apart = stack.enter_context(lowering(self._lower_here, len(new)))
                 self._lower = apart.lower
-                stack.callback(setattr, self, "_lower", self._lower_here)
+                stack.callback(self._end_lowering, apart)
             pool = stack.enter_context(ThreadPoolExecutor(max_workers=workers))
             done = pool.map(self.get, todo)
             for _ in tqdm(done, "compiling", len(todo), disable=not progress, unit="program"):
                 pass
-            self.stats.lowered_apart += apart.lowered_apart if apart else 0
+
+    def _end_lowering(self, apart: Lowering) -> None:
+        self._lower = self._lower_here
+        self.stats.lowered_apart += apart.lowered_apart
 
     def seal(self) -> None:
         """There is nothing left to compile: from now on a compile is late."""

@@ -89,10 +89,15 @@ JAX_SETTINGS = (
 """jax's own settings that change what a program computes or how it is compiled."""
 
 
-def jax_settings() -> dict[str, str]:
+def jax_values() -> dict[str, Any]:
     """The values of JAX_SETTINGS; those that are unset, or that this jax lacks, are left out."""
     values = {name: getattr(jax.config, name, None) for name in JAX_SETTINGS}
-    return {name: str(value) for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def jax_settings() -> dict[str, str]:
+    """`jax_values` as text."""
+    return {name: str(value) for name, value in jax_values().items()}
 
 
 def fingerprint() -> dict[str, Any]:

@@ -37,7 +37,7 @@ class LoweringSpec:
         graph, layout, settings: what the engine's ProgramBuilder is made of.
         platform: "cpu" or "gpu", what the programs are for.
         kind, num_cores: of a GPU.
-        jax_settings: values of `devices.JAX_SETTINGS` in the engine's process.
+        jax_values: `devices.jax_values` of the engine's process.
     """
 
     graph: Graph
@@ -46,13 +46,12 @@ class LoweringSpec:
     platform: str
     kind: str
     num_cores: int | None
-    jax_settings: dict[str, Any]
+    jax_values: dict[str, Any]
 
     @classmethod
     def of(cls, builder: ProgramBuilder) -> "LoweringSpec":
         """For the programs of `builder` on this process's first device."""
         device = jax.devices()[0]
-        settings = {name: getattr(jax.config, name, None) for name in devices.JAX_SETTINGS}
         return cls(
             builder.graph,
             builder.layout,
@@ -60,7 +59,7 @@ class LoweringSpec:
             device.platform,
             device.device_kind,
             getattr(device, "core_count", None),
-            {name: value for name, value in settings.items() if value is not None},
+            devices.jax_values(),
         )
 
     def device(self) -> AbstractContextManager[Any]:
@@ -116,7 +115,7 @@ def restore(
 def serve(connection: Connection) -> None:
     """A helper: a spec, then keys, each answered by (what `carry` gives, "") or (b"", why not)."""
     spec: LoweringSpec = pickle.loads(connection.recv_bytes())
-    for name, value in spec.jax_settings.items():
+    for name, value in spec.jax_values.items():
         if getattr(jax.config, name, None) != value:
             jax.config.update(name, value)
     # Kernels as this version of jax makes them, not as older ones could read them.

@@ -19,7 +19,7 @@ import jax
 
 from octavo.serve import devices
 from octavo.serve.command import command_of
-from octavo.serve.compile import Lowerable, ProgramKey
+from octavo.serve.compile import Lower, Lowerable, ProgramKey
 from octavo.serve.lowering import LoweringSpec, restore
 from octavo.serve.programs import ProgramBuilder
 
@@ -78,16 +78,21 @@ class LoweringPool:
 
     `lower` may run in several threads. Whatever happens to a helper costs time only: what it does
     not deliver is lowered here.
+
+    Args:
+        build: what is to be lowered.
+        here: lowers in this process.
+        spec: what helpers must know; None for no helpers.
     """
 
     def __init__(
         self,
         build: Callable[[ProgramKey], Lowerable],
+        here: Lower,
         spec: LoweringSpec | None = None,
         helpers: int = 0,
     ) -> None:
-        self._build = build
-        self._here = threading.Lock()
+        self._build, self._here = build, here
         self._free: queue.SimpleQueue[_Helper | None] = queue.SimpleQueue()
         self._free.put(None)  # this process
         self._helpers: list[_Helper] = []
@@ -107,28 +112,25 @@ class LoweringPool:
     def lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, float]:
         """The lowered program of `key` and how long that took; raises what its lowering raises."""
         helper = self._free.get()
-        start = time.perf_counter()
-        return self._lower_by(helper, key), time.perf_counter() - start
-
-    def _lower_by(self, helper: _Helper | None, key: ProgramKey) -> jax.stages.Lowered:
         if helper is None:
             try:
-                return self._lower_here(key)
+                return self._here(key)
             finally:
                 self._free.put(None)
+        start = time.perf_counter()
         try:
             payload, reason = helper.lower(key)
             lowered = restore(payload, self._build(key)) if payload else None
         except Exception as error:
             log.warning("a process that lowers programs is of no use: %r", error)
             helper.end()
-            return self._lower_here(key)
+            return self._here(key)
         helper.delivered += lowered is not None
         self._free.put(helper)
         if lowered is None:
             log.info("%s is lowered in the engine's process: %s", key, reason)
-            return self._lower_here(key)
-        return lowered
+            return self._here(key)
+        return lowered, time.perf_counter() - start
 
     @property
     def lowered_apart(self) -> int:
@@ -142,11 +144,6 @@ class LoweringPool:
         for thread in self._starting:
             thread.join()
 
-    def _lower_here(self, key: ProgramKey) -> jax.stages.Lowered:
-        """One program at a time: threads that all lower at once would all be done late."""
-        with self._here:
-            return self._build(key).lower()
-
     def _await(self, helper: _Helper) -> None:
         try:
             helper.receive(READY_SECONDS)
@@ -157,9 +154,13 @@ class LoweringPool:
 
 
 @contextmanager
-def lowering(builder: ProgramBuilder, programs: int) -> Iterator[LoweringPool]:
-    """A pool for so many programs, with as many helpers as are worth their start here."""
-    pool = LoweringPool(builder.build, LoweringSpec.of(builder), helpers_for(builder, programs))
+def lowering(builder: ProgramBuilder, here: Lower, programs: int) -> Iterator[LoweringPool]:
+    """A pool for so many programs, with as many helpers as are worth their start on this machine.
+
+    `here` lowers in this process.
+    """
+    helpers = helpers_for(builder, programs)
+    pool = LoweringPool(builder.build, here, LoweringSpec.of(builder), helpers)
     try:
         yield pool
     finally:

@@ -197,13 +197,18 @@ def _assert_same_logits(config, params, calls):
     ],
 )
 def test_models_it_is_not_for_are_refused_by_name(fields, words):
+    _assert_refused(block_refusal, fields, words)
+
+
+def _assert_refused(refusal, fields, words):
+    """A model of these fields, a mesh and a machine without a GPU, each in words that say why."""
     with use_abstract_mesh(H200):
-        assert block_refusal(_config()) is None
-        refusal = block_refusal(_config(**fields))
-        assert refusal is not None
-        assert re.search(words, refusal)
-        assert "tensor parallelism" in block_refusal(_config(), mesh=host_mesh())
-    assert "Hopper" in block_refusal(_config())
+        assert refusal(_config()) is None
+        found = refusal(_config(**fields))
+        assert found is not None
+        assert re.search(words, found)
+        assert "tensor parallelism" in refusal(_config(), mesh=host_mesh())
+    assert "Hopper" in refusal(_config())
 
 
 def test_tunings_that_do_not_fit_are_refused():

@@ -17,7 +17,7 @@ from octavo.model.families import FAMILIES, family_of
 from octavo.sampling.flags import SamplingFlags
 from octavo.serve import lowering_pool
 from octavo.serve.buckets import make_buckets
-from octavo.serve.compile import ProgramKey, Programs
+from octavo.serve.compile import Lowerable, ProgramKey, Programs
 from octavo.serve.lowering import LoweringSpec, carry, restore
 from octavo.serve.lowering_pool import LoweringPool
 from octavo.serve.programs import ProgramBuilder, ProgramSettings
@@ -94,10 +94,10 @@ def test_kernels_are_lowered_for_a_gpu_that_is_not_here(kind, as_a_helper):
 
 
 def test_a_helper_lowers_what_an_engine_runs(builder):
-    pool = LoweringPool(builder.build, LoweringSpec.of(builder), helpers=1)
+    programs = Programs(builder.build, devices=jax.devices()[:1])
+    pool = LoweringPool(builder.build, programs._lower_here, LoweringSpec.of(builder), helpers=1)
     try:
         wait_for(pool, 2)
-        programs = Programs(builder.build, devices=jax.devices()[:1])
         programs._lower = pool.lower
         for key in keys_of(builder):
             programs.get(key)
@@ -142,8 +142,9 @@ def test_whatever_a_helper_does_the_program_is_lowered(start, lower, monkeypatch
     monkeypatch.setattr(lowering_pool, "LOWER_SECONDS", 0.5)
     script = TALK.format(start=start, lower=lower)
     monkeypatch.setattr(lowering_pool, "command_of", lambda module: [sys.executable, "-c", script])
-    arg = jax.ShapeDtypeStruct((3,), jnp.int32)
-    pool = LoweringPool(lambda key: lowering_pool.Lowerable(lambda x: x + x, (arg,)), 3, helpers=1)
+    doubled = Lowerable(lambda x: x + x, (jax.ShapeDtypeStruct((3,), jnp.int32),))
+    build = lambda key: doubled  # noqa: E731
+    pool = LoweringPool(build, lambda key: (build(key).lower(), 0.0), 3, helpers=1)
     try:
         if not start:
             wait_for(pool, 2)
@@ -170,7 +171,8 @@ def test_a_machine_without_processes_lowers_all_the_same(monkeypatch, builder):
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(lowering_pool.subprocess, "Popen", refuse)
-    pool = LoweringPool(builder.build, LoweringSpec.of(builder), helpers=2)
+    here = Programs(builder.build, devices=jax.devices()[:1])._lower_here
+    pool = LoweringPool(builder.build, here, LoweringSpec.of(builder), helpers=2)
     assert pool.lower(keys_of(builder)[2])[0].compile()
     pool.close()
 
